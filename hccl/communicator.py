@@ -1,0 +1,654 @@
+"""What does a user call? `Communicator`: a group of ranks, one NPU each, and the collective operations between them.
+
+Every operation checks its arguments at once (wrong ones raise here, nothing is sent), puts one task on a stream and
+returns; results are there once the stream is synchronized. Calls of one communicator happen in the order of the host's
+calls, whatever streams they are put on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from device import Device, DeviceArray, Stream
+from device.wait import Futex, Patience
+from hccl import record as rec
+from hccl import tasks
+from hccl.arguments import Arguments
+from hccl.config import Config
+from hccl.errors import ArgumentError, BrokenError, ClosedError, HcclError, UnsupportedError
+from hccl.fabric import Fabric
+from hccl.p2p import Item, batch, pair_own
+from hccl.plan import Plan, describe_call
+from hccl.planner import Planner
+from hccl.record import Record
+from hccl.select import explain
+from hccl.topology import Topology
+from hccl.transport import Link
+from hccl.types import OpCode, ReduceOp
+
+_PLANS = 256
+_FAREWELL_S = 5.0
+_BARRIER_COUNT = 8  # HCCL's barrier is an AllReduce of 8 float32 on private buffers
+
+Op = ReduceOp | str
+
+
+class Communicator:
+    """A group of ranks and this rank's place in it. Owns its record, its CCL buffer and its share of the links.
+
+    Attributes:
+        rank, size, name, device, topology, config: what they say; `device` is this rank's NPU.
+
+    Raises in every operation: `ArgumentError` (this call is wrong, nothing happened), `ClosedError`, and, from the
+    stream, `DisagreementError`, `BrokenError`, `TimeoutError` (the communicator is of no further use then).
+
+    Example:
+        >>> import hccl
+        >>> def double(comm):
+        ...     x = comm.device.array([1.0, 2.0], dtype="float32")
+        ...     return comm.all_reduce(x).numpy().tolist()
+        >>> hccl.run(double, ranks=2)
+        [[2.0, 4.0], [2.0, 4.0]]
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        members: Sequence[int],
+        rank: int,
+        name: str,
+        topology: Topology,
+        config: Config,
+        patience: Patience,
+    ) -> None:
+        """Internal: users come here by `hccl.init`, `hccl.run`, `from_root_info`, `split` or `sub`."""
+        self.rank = rank
+        self.size = len(members)
+        self.name = name
+        self.device: Device = fabric.device
+        self.topology = topology
+        self.config = config
+        self._fabric = fabric
+        self._members = tuple(members)
+        self._key = rec.key_of(name)
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._state_text = ""
+        self._group: list[tuple[str, DeviceArray, int]] | None = None
+        self._subs: dict[tuple[int, ...], int] = {}
+        self._splits = 0
+        self._streams: dict[int, Stream] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._retired: dict[int, int] = {}  # bytes sent by plans that left the cache, and by messages
+        self._futexes: dict[tuple[int, int], Futex] = {}
+        self._costs: dict[tuple[int, bool], tuple[float, float]] = {}
+        self._calls = 0
+        self._tags = 0
+        # ---- what tasks use
+        self.aborted: HcclError | None = None
+        self.turn = 0
+        self.seq = 0
+        self.progress = 0
+        self.linked = False
+        self.peers = [p for p in range(self.size) if p != rank]
+        self.peer_words: list[memoryview] = []
+        self.peer_heads: list[list[tuple[int, tuple[memoryview, memoryview]]]] = [[], []]
+        self.sent_numbers: dict[int, int] = {}
+        self.received_numbers: dict[int, int] = {}
+        self.spins = patience.spins
+        try:
+            self.record: Record = fabric.board.open(self._key, self.size)
+        except KeyError:
+            raise ArgumentError(f"rank {rank}: a communicator named {name!r} exists already on this device") from None
+        self._records: list[Record | None] = [None] * self.size
+        self._records[rank] = self.record
+        self._message_links = [self.link(p) for p in self.peers if not self.link(p).direct]
+        self.poll: Callable[[], None] | None = self._message_links[0].poll if self._message_links else None
+        self._scratch = fabric.device.arena.malloc(2 * config.buffer_bytes, "scratch")
+        self.record.q[rec.SCRATCH] = self._scratch.address
+        self._heads = [_head(self.record, 0), _head(self.record, 1)]
+        self._progress_futex = self.record.futex(rec.PROGRESS)
+        self._planner = Planner(self)
+        self._arguments = Arguments(self)
+        self._barrier: DeviceArray | None = None
+        fabric.retain()
+
+    @staticmethod
+    def from_root_info(
+        n_ranks: int, info: bytes, rank: int, device: Device | None = None, config: Config | None = None
+    ) -> Communicator:
+        """Join the communicator that `info` (from `hccl.get_root_info`) stands for; see `hccl.from_root_info`."""
+        from hccl.bootstrap import from_root_info  # which makes communicators
+
+        return from_root_info(n_ranks, info, rank, device, config)
+
+    @staticmethod
+    def from_rank_table(path: str, rank: int, device: Device | None = None, config: Config | None = None) -> Communicator:
+        """Not there yet; raises `UnsupportedError`."""
+        raise UnsupportedError("from_rank_table is not built yet; use get_root_info and from_root_info")
+
+    # ---------------------------------------------------------------------------------------------------------- queries
+    @property
+    def me(self) -> str:
+        """How messages call this rank."""
+        return f"rank {self.rank}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `abort` has been called here."""
+        return bool(self._state_text)
+
+    def __repr__(self) -> str:
+        state = f", {self._state_text}" if self._state_text else ""
+        return f"<Communicator {self.name!r} rank {self.rank} of {self.size}{state}>"
+
+    def explain(self, op: str, nbytes: int) -> str:
+        """Say which algorithm a call of `nbytes` (whole buffer) takes, and why."""
+        return explain(op, nbytes, self.config)
+
+    def bytes_sent(self) -> dict[int, int]:
+        """Bytes that left this rank so far, by destination rank (finished calls of this communicator)."""
+        total = dict(self._retired)
+        for plan in self._plans.values():
+            for peer, nbytes in plan.sent.items():
+                total[peer] = total.get(peer, 0) + plan.calls * nbytes
+        return {peer: nbytes for peer, nbytes in sorted(total.items()) if nbytes}
+
+    # ------------------------------------------------------------------------------------------------------ collectives
+    def all_reduce(
+        self, x: DeviceArray, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
+    ) -> DeviceArray:
+        """Combine `x` of all ranks element by element; every rank gets the result, the same to the bit.
+
+        x, out: any equal shape and type. Without `out` the result replaces `x`. Returns the array of the result once
+        queued.
+        """
+        try:
+            plan = self._plans.get((2, x._sig, None if out is None else out._sig, op))
+        except (AttributeError, TypeError):
+            plan = None  # the arguments are wrong: said below
+        if plan is None:
+            plan = self._plan(OpCode.ALL_REDUCE, x, x if out is None else out, op, key=(out, op))
+        return self._submit(plan, x, x if out is None else out, stream)
+
+    def reduce(
+        self, x: DeviceArray, root: int, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
+    ) -> DeviceArray | None:
+        """Combine `x` of all ranks; `root` gets the result in `out` (a new array by default), the others None.
+
+        `out` may be `x` itself. On the other ranks `out` is not needed; if given it is left as it is or overwritten.
+        """
+        if out is None:
+            self._arguments.array("reduce", "x", x)
+            out = self.device.empty(x.shape, x.dtype)
+        plan = self._cached(OpCode.REDUCE, x, out, op, root)
+        self._submit(plan, x, out, stream)
+        return out if self.rank == root else None
+
+    def broadcast(self, x: DeviceArray, root: int, stream: Stream | None = None) -> DeviceArray:
+        """Copy `x` of `root` into `x` of every rank. Returns `x` once queued."""
+        return self._submit(self._cached(OpCode.BROADCAST, x, x, None, root), x, x, stream)
+
+    def all_gather(self, x: DeviceArray, out: DeviceArray | None = None, stream: Stream | None = None) -> DeviceArray:
+        """Concatenate `x` of all ranks in rank order: (n, …) gives (size·n, …), on every rank.
+
+        `x` may be this rank's part of `out`.
+        """
+        if out is None:
+            out = self._arguments.gathered("all_gather", x)
+        return self._submit(self._cached(OpCode.ALL_GATHER, x, out, None, 0), x, out, stream)
+
+    def reduce_scatter(
+        self, x: DeviceArray, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
+    ) -> DeviceArray:
+        """Combine `x` of all ranks and give rank r part r: (size·n, …) gives (n, …).
+
+        `out` may be this rank's part of `x`.
+        """
+        if out is None:
+            out = self._arguments.part("reduce_scatter", x)
+        return self._submit(self._cached(OpCode.REDUCE_SCATTER, x, out, op, 0), x, out, stream)
+
+    def scatter(
+        self, x: DeviceArray | None, root: int, out: DeviceArray | None = None, stream: Stream | None = None
+    ) -> DeviceArray:
+        """Give rank r part r of `x` of `root`: (size·n, …) gives (n, …). `x` is read on `root` only; give `out` elsewhere."""
+        if self.rank == self._arguments.root("scatter", root):
+            if x is None:
+                raise ArgumentError(f"{self.me}: scatter needs x on its root")
+            out = self._arguments.part("scatter", x) if out is None else out
+        elif out is None:
+            raise ArgumentError(f"{self.me}: scatter from rank {root} needs out here, an array of one part")
+        else:
+            x = None
+        return self._submit(self._cached(OpCode.SCATTER, x, out, None, root), x, out, stream)
+
+    def all_to_all(self, x: DeviceArray, out: DeviceArray | None = None, stream: Stream | None = None) -> DeviceArray:
+        """Give part s of `x` of rank r to rank s, as its part r: (size·n, …) gives (size·n, …). Not in place."""
+        if out is None:
+            self._arguments.part_count("all_to_all", x)
+            out = self.device.empty(x.shape, x.dtype)
+        return self._submit(self._cached(OpCode.ALL_TO_ALL, x, out, None, 0), x, out, stream)
+
+    def barrier(self, stream: Stream | None = None) -> None:
+        """Let work after it on this stream start only when all ranks have come here. Returns once queued."""
+        if self._barrier is None:
+            self._barrier = self.device.zeros((_BARRIER_COUNT,), "float32")
+        plan = self._cached(OpCode.BARRIER, self._barrier, self._barrier, "sum", 0)
+        self._submit(plan, self._barrier, self._barrier, stream)
+
+    def all_gather_v(self, *args: Any, **kwargs: Any) -> DeviceArray:
+        """Not there yet; raises `UnsupportedError`."""
+        raise UnsupportedError("all_gather_v is not built yet; pad to equal parts and use all_gather")
+
+    def reduce_scatter_v(self, *args: Any, **kwargs: Any) -> DeviceArray:
+        """Not there yet; raises `UnsupportedError`."""
+        raise UnsupportedError("reduce_scatter_v is not built yet; pad to equal parts and use reduce_scatter")
+
+    def all_to_all_v(self, *args: Any, **kwargs: Any) -> DeviceArray:
+        """Not there yet; raises `UnsupportedError`."""
+        raise UnsupportedError("all_to_all_v is not built yet; use batch_send_recv")
+
+    # ---------------------------------------------------------------------------------------------------- point to point
+    def send(self, x: DeviceArray, dest: int, stream: Stream | None = None) -> None:
+        """Send `x` to rank `dest`. The send is over when `dest` has received it (rendezvous, as on hardware)."""
+        self._point_to_point([("send", x, dest)], stream, "send")
+
+    def recv(self, x: DeviceArray, source: int, stream: Stream | None = None) -> DeviceArray:
+        """Receive into `x` what rank `source` sends; count and type must be the same. Returns `x` once queued."""
+        self._point_to_point([("recv", x, source)], stream, "recv")
+        return x
+
+    def batch_send_recv(self, items: Sequence[tuple[str, DeviceArray, int]], stream: Stream | None = None) -> None:
+        """Do all of [("send", x, peer), ("recv", y, peer), …] at once; the order of the list does not matter."""
+        self._point_to_point(list(items), stream, "batch_send_recv")
+
+    @contextmanager
+    def group(self, stream: Stream | None = None) -> Iterator[None]:
+        """Collect the sends and receives of the block and do them as one batch at its end.
+
+        Example:
+            with comm.group():
+                comm.send(x, right)
+                comm.recv(y, left)
+        """
+        if self._group is not None:
+            raise ArgumentError(f"{self.me}: group() inside group()")
+        self._group = []
+        try:
+            yield
+            items, self._group = self._group, None
+            if items:
+                self.batch_send_recv(items, stream)
+        finally:
+            self._group = None
+
+    def _point_to_point(self, items: list[tuple[str, DeviceArray, int]], stream: Stream | None, call: str) -> None:
+        checked = [self._arguments.item(call, *item) for item in self._arguments.items(call, items)]
+        if self._group is not None:
+            if stream is not None:
+                raise ArgumentError(f"{self.me}: {call} inside group() takes the stream of the group")
+            self._group += items
+            return
+        stream = self._arguments.stream(call, stream)
+        own = pair_own([i for i in checked if i.peer == self.rank], self.me)
+        others = [i for i in checked if i.peer != self.rank]
+        self._check_open(call)
+        arrays = [x for _, x, _ in items]
+        for kind, x, _ in items:
+            _note_use(x._alloc, stream, writes=kind == "recv")
+        with self._lock:
+            turn, self._calls = self._calls, self._calls + 1
+            stream.enqueue(batch, self, others, own, turn, arrays, owner=self)
+        self._streams[stream.index] = stream
+
+    # -------------------------------------------------------------------------------------------------- sub-communicators
+    def sub(self, ranks: Sequence[int], name: str | None = None) -> Communicator | None:
+        """Return the communicator of `ranks` of this one, in this order; None on ranks that are not among them.
+
+        No traffic, and only members need to call. All members must give the same list, as often as each other.
+        """
+        self._check_open("sub")
+        chosen = tuple(self._arguments.members(ranks))
+        number = self._subs[chosen] = self._subs.get(chosen, -1) + 1
+        if self.rank not in chosen:
+            return None
+        if name is None:
+            digest = zlib.crc32(repr(chosen).encode())
+            name = f"{self.name}_sub_{digest:08x}_{number}"
+        return Communicator(
+            self._fabric,
+            [self._members[r] for r in chosen],
+            chosen.index(self.rank),
+            name,
+            self.topology.subset(chosen),
+            self.config,
+            self._patience,
+        )
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Return the communicator of the ranks that give the same `color`, ordered by `key`, then rank; collective.
+
+        color None (or negative): this rank is in none of them and gets None.
+        """
+        if color is not None and not isinstance(color, int | np.integer):
+            raise ArgumentError(f"{self.me}: split: color is an int or None, got {color!r}")
+        mine = self.device.array(np.array([[-1 if color is None or color < 0 else color, key]], np.int64))
+        table = self.all_gather(mine).numpy()
+        self._splits += 1
+        if table[self.rank, 0] < 0:
+            return None
+        chosen = [r for r in range(self.size) if table[r, 0] == table[self.rank, 0]]
+        chosen.sort(key=lambda r: (table[r, 1], r))
+        return self.sub(chosen, f"{self.name}_split_{self._splits}_{table[self.rank, 0]}")
+
+    # ----------------------------------------------------------------------------------------------------------- closing
+    def close(self) -> None:
+        """Finish this rank's calls and let go. Idempotent; raises the error of a call that failed and was not seen."""
+        if self._state_text:
+            return
+        try:
+            if self.aborted is None:
+                for stream in self._streams.values():
+                    stream.synchronize(self.config.exec_timeout_s if self.config.exec_timeout_s < 1e9 else None)
+                self._see_peers_out()
+        except BaseException as error:
+            self._leave(rec.FAILED, f"{type(error).__name__}: {error}")
+            raise
+        self._leave(rec.CLOSED, f"closed the communicator after {self._calls} calls")
+
+    def abort(self, reason: str = "aborted the communicator") -> None:
+        """Let go at once, without waiting; peers that wait for this rank fail with `reason`."""
+        if not self._state_text:
+            self.aborted = self.aborted or ClosedError(f"{self.me}: {self.name!r}: this rank {reason}")
+            self._leave(rec.FAILED, reason)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, SystemExit) and not error.code:
+            self.close()
+        else:
+            self.abort(f"raised {kind.__name__ if kind else ''}: {error}")
+
+    def _see_peers_out(self) -> None:
+        """Wait until nobody reads this rank's scratch any more: peers may still be in a call that this rank has left."""
+        for peer in self.peers:
+            record = self._records[peer]
+            if record is not None and self.link(peer).direct:
+                _wait_for(
+                    lambda r=record: r.q[rec.COMPLETED] >= self.seq or r.q[rec.STATE] != rec.ALIVE,  # type: ignore[misc]
+                    lambda p=peer: self.link(p).gone() is not None,  # type: ignore[misc]
+                )
+
+    def _leave(self, state: int, text: str) -> None:
+        self._state_text = "closed" if state == rec.CLOSED else "aborted"
+        self.record.say_last_words(state, text)
+        self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
+        self._progress_futex.wake()
+        self._fabric.board.close(self._key, self.size)
+        self._plans.clear()
+        self._barrier = None
+        if self._scratch.live:
+            self.device.arena.free(self._scratch)
+        self._fabric.release()
+
+    def _check_open(self, call: str) -> None:
+        if self._state_text:
+            raise ClosedError(f"{self.me}: {call} on the communicator {self.name!r}, which is {self._state_text} here")
+        if self.aborted is not None:
+            raise self.aborted
+
+    # ---------------------------------------------------------------------------------------------------------- submit
+    def _cached(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
+        try:
+            key = (code.value, None if x is None else x._sig, out._sig, op, root)
+            plan = self._plans.get(key)
+        except (AttributeError, TypeError):
+            plan = None
+        return plan or self._plan(code, x, out, op, root)
+
+    def _plan(
+        self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int = 0, key: Any = None
+    ) -> Plan:
+        """Check the arguments and work out the call shape."""
+        self._check_open(code.label)
+        reduce_op = self._arguments.collective(code, x, out, op, root)
+        plan = self._planner.plan(code, x, out, reduce_op, root)
+        if len(self._plans) >= _PLANS:
+            old = self._plans.pop(next(iter(self._plans)))
+            for peer, nbytes in old.sent.items():
+                self._retired[peer] = self._retired.get(peer, 0) + old.calls * nbytes
+        if code is OpCode.ALL_REDUCE:
+            assert x is not None
+            self._plans[2, x._sig, None if key[0] is None else key[0]._sig, op] = plan
+        else:
+            self._plans[code.value, None if x is None else x._sig, out._sig, op, root] = plan
+        return plan
+
+    def _submit(self, plan: Plan, x: DeviceArray | None, out: DeviceArray, stream: Stream | None) -> DeviceArray:
+        if stream is None:
+            stream = self.device.default_stream
+        elif stream.device is not self.device:
+            self._arguments.stream(plan.code.label, stream)
+        if self._state_text or self.aborted is not None:
+            self._check_open(plan.code.label)
+        target = out._alloc
+        if not target.live:
+            raise target.dead(f"{plan.code.label}: use after free")
+        writers = target.writers
+        if not writers or (writers[-1] is stream and len(writers) == 1):
+            target.writers = (stream,)
+        else:
+            target.written_by(stream)
+        if x is not out and x is not None:
+            source = x._alloc
+            if not source.live:
+                raise source.dead(f"{plan.code.label}: use after free")
+            if source is not target:
+                source.read_by(stream)
+        with self._lock:
+            turn = self._calls
+            self._calls = turn + 1
+            stream.enqueue(tasks.collective, self, plan, turn, x, out, owner=self)
+        self._streams[stream.index] = stream
+        return out
+
+    def task_dropped(self, error: BaseException) -> None:
+        """A stream failed before one of this communicator's calls: peers must not wait for it."""
+        self.fail(error)
+
+    # ------------------------------------------------------------------------------------------------------- for tasks
+    @property
+    def domains(self) -> list[int]:
+        """For each rank, a number that those who share memory have in common."""
+        return [self._fabric.domains[m] for m in self._members]
+
+    def link(self, peer: int) -> Link:
+        """The link to rank `peer` of this communicator."""
+        return self._fabric.links[self._members[peer]]
+
+    def find_record(self, peer: int) -> Record | None:
+        """The record of `peer`, looked for when it is not known yet."""
+        record = self._records[peer]
+        if record is None:
+            record = self._records[peer] = self.link(peer).find_record(self._key, self.size)
+        return record
+
+    def known_record(self, peer: int) -> Record | None:
+        """The record of `peer` if it was found before."""
+        return self._records[peer]
+
+    def words(self, peer: int) -> memoryview:
+        """The record of `peer` as integers."""
+        record = self._records[peer]
+        assert record is not None
+        return record.q
+
+    def link_all(self) -> None:
+        """Prepare for collectives once all records are known."""
+        for peer in self.peers:
+            record = self._records[peer]
+            assert record is not None
+            self.peer_words.append(record.q)
+            for bank in (0, 1):
+                self.peer_heads[bank].append((peer, _head(record, bank)))
+        self.linked = True
+
+    def head_of(self, rank: int, bank: int) -> memoryview:
+        """The call header of `rank`."""
+        record = self._records[rank]
+        assert record is not None
+        return _head(record, bank)[0]
+
+    def scratch_of(self, rank: int, bank: int) -> int:
+        """Address of the half of the CCL buffer of `rank` that calls of this bank use."""
+        return self.words(rank)[rec.SCRATCH] + bank * self.config.buffer_bytes
+
+    def view(self, rank: int, address: int, nbytes: int) -> NDArray[np.uint8] | None:
+        """Memory of `rank` in place."""
+        return self.link(rank).view(address, nbytes)
+
+    def announce(self, plan: Plan, bank: int, enter_s: float) -> None:
+        """Write the header of a call and say that this rank has entered it."""
+        head, times = self._heads[bank]
+        head[rec.H_SEQ] = self.seq
+        head[rec.H_CALL : rec.H_ENTER] = plan.header
+        times[rec.H_ENTER] = enter_s
+        if plan.addressed:
+            head[rec.H_IN], head[rec.H_OUT] = plan.buffers
+            head[rec.H_SCRATCH] = plan.scratch or 0
+        if self._message_links:
+            head[rec.H_TAG] = self.next_tag()
+            self._publish(rec.HEADER + rec.HEADER_WORDS * bank, rec.H_TAG + 1)
+        self.post(self.progress + 1)
+
+    def post(self, progress: int) -> None:
+        """Tell the peers how far this rank is with its collectives."""
+        q = self.record.q
+        q[0] = progress
+        if q[1]:
+            q[1] = 0
+            self._progress_futex.wake()
+        if self._message_links:
+            self._publish(rec.PROGRESS, 1)
+
+    def post_line(self, peer: int, word: int, sleeper: int, value: int, *, first: int, count: int) -> None:
+        """Set a word of the line for `peer`, wake whoever sleeps on it, publish words [first, first + count)."""
+        q = self.record.q
+        q[word] = value
+        if q[sleeper]:
+            q[sleeper] = 0
+            self._futex(self.rank, word).wake()
+        link = self.link(peer)
+        if not link.direct:
+            link.publish(self.record, self._key, first, count)
+
+    def sleep_on(self, peer: int, word: int, sleeper: int, target: int, timeout_s: float) -> None:
+        """Sleep until word `word` of the record of `peer` changes, or for `timeout_s`."""
+        q = self.words(peer)
+        futex = self._futex(peer, word)
+        q[sleeper] = 1
+        value = q[word]
+        if value < target:
+            futex.wait(value, min(timeout_s, 50e-6) if self._message_links else timeout_s)
+
+    def mark_blocked(self, kind: int, target: int) -> None:
+        """Say in the record what kind of call this rank is stuck in."""
+        self.record.q[rec.BLOCKED_TARGET] = target
+        self.record.q[rec.BLOCKED] = kind
+        self._publish(rec.BLOCKED, 2)
+
+    def call_of(self, rank: int, peer: int) -> str:
+        """Describe, from the records, the call in which `rank` waits for `peer`."""
+        q = self.words(rank)
+        if q[rec.BLOCKED] == rec.IN_COLLECTIVE:
+            newest = max((0, 1), key=lambda bank: self.head_of(rank, bank)[rec.H_SEQ])
+            head = self.head_of(rank, newest)
+            return f"{describe_call(head[rec.H_CALL], head[rec.H_COUNT])}, its collective #{head[rec.H_SEQ]}"
+        line = rec.PEERS + rec.PEER_WORDS * peer
+        theirs = rec.PEERS + rec.PEER_WORDS * rank
+        if q[line + rec.L_POSTED] > self.words(peer)[theirs + rec.INCOMING + rec.L_DONE]:
+            return describe_call(q[line + rec.L_CALL], q[line + rec.L_COUNT])
+        line += rec.INCOMING
+        return describe_call(q[line + rec.L_CALL], q[line + rec.L_COUNT])
+
+    def fail(self, error: BaseException) -> None:
+        """Make the communicator unusable because of `error` and tell the peers."""
+        if self.aborted is None and not self._state_text:
+            self.aborted = error if isinstance(error, HcclError) else BrokenError(f"{self.me}: {error}")
+            origin = getattr(error, "origin", None)
+            self.record.say_last_words(rec.FAILED, f"@{origin}" if origin else str(error) or type(error).__name__)
+            self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
+            self._progress_futex.wake()
+
+    def next_tag(self) -> int:
+        """A message tag that this rank does not use for anything else under way (tags 2 … 2²⁰)."""
+        self._tags = (self._tags + 1) % ((1 << 20) - 2)
+        return self._tags + 2
+
+    def count_sent(self, peer: int, nbytes: int) -> None:
+        """Add to the byte counters."""
+        self._retired[peer] = self._retired.get(peer, 0) + nbytes
+
+    def link_cost(self, peer: int, sends: bool) -> tuple[float, float]:
+        """α and β of a message to or from `peer`."""
+        cost = self._costs.get((peer, sends))
+        if cost is None:
+            pair = (self.rank, peer) if sends else (peer, self.rank)
+            cost = self._costs[peer, sends] = (float(self.topology.alpha(*pair)), float(self.topology.beta(*pair)))
+        return cost
+
+    def draw(self, stream: Stream, name: str, enter_s: float, latest_s: float, exit_s: float) -> None:
+        """Put a finished call on the timeline: waiting for the last rank, then the operation."""
+        timeline = self.device.timeline
+        if latest_s > enter_s:
+            timeline.add(stream, f"wait: {name}", "wait", enter_s, latest_s)
+        timeline.add(stream, name, "communication", latest_s, exit_s)
+
+    def _futex(self, peer: int, word: int) -> Futex:
+        futex = self._futexes.get((peer, word))
+        if futex is None:
+            record = self._records[peer]
+            assert record is not None
+            futex = self._futexes[peer, word] = record.futex(word)
+        return futex
+
+    def _publish(self, first: int, count: int) -> None:
+        for link in self._message_links:
+            link.publish(self.record, self._key, first, count)
+
+
+def _head(record: Record, bank: int) -> tuple[memoryview, memoryview]:
+    start = rec.HEADER + rec.HEADER_WORDS * bank
+    return record.q[start : start + rec.HEADER_WORDS], record.d[start : start + rec.HEADER_WORDS]
+
+
+def _note_use(allocation: Any, stream: Stream, writes: bool) -> None:
+    if writes:
+        allocation.written_by(stream)
+    else:
+        allocation.read_by(stream)
+
+
+def _wait_for(condition: Callable[[], bool], hopeless: Callable[[], bool]) -> None:
+    """Wait a bounded time for something that needs nobody's cooperation."""
+    limit = time.monotonic() + _FAREWELL_S
+    pause = 10e-6
+    while not condition() and time.monotonic() < limit and not (pause > 1e-3 and hopeless()):
+        time.sleep(pause)
+        pause = min(2 * pause, 2e-3)

@@ -1,0 +1,60 @@
+"""What does a rank hold on to for all its communicators? Its device, its board, and one link to each member of the world.
+
+Sub-communicators share the fabric of the communicator that they come from, so making one costs no traffic: a member
+opens a record on its own board, the others find it there at the first call. The fabric is closed with the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from device import Device
+from hccl.record import Board
+from hccl.transport import Link, Member
+
+
+def domains(members: Sequence[Member]) -> list[int]:
+    """Number what shares memory: members of one host and one logical server."""
+    seen: dict[tuple[str, int], int] = {}
+    return [seen.setdefault((m.host, m.server), len(seen)) for m in members]
+
+
+class Fabric:
+    """Links of one rank, by world rank. `owns_device`: closing the fabric closes the device too."""
+
+    def __init__(
+        self, device: Device, board: Board, links: Sequence[Link], *, owns_device: bool, engine: Any = None
+    ) -> None:
+        self.device = device
+        self.board = board
+        self.links = list(links)
+        self.domains = domains([link.member for link in links])
+        self.engine = engine  # of message links, None when all peers share memory
+        self._owns_device = owns_device
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def member(self, rank: int) -> Member:
+        """What world rank `rank` told about itself."""
+        return self.links[rank].member
+
+    def retain(self) -> None:
+        """One more communicator uses this fabric."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """One communicator less; the last one closes everything."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        if self.engine is not None:
+            self.engine.close()
+        for link in self.links:
+            link.close()
+        self.board.segment.close()
+        if self._owns_device:
+            self.device.close()
