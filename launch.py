@@ -300,8 +300,34 @@ def make_scratch() -> list[str]:
             bases.append("/dev/shm")
     folders = [os.path.join(base, name) for base in bases]
     for folder in folders:
-        os.mkdir(folder, 0o700)
+        try:
+            os.mkdir(folder, 0o700)
+        except OSError as error:
+            raise Refusal(f"cannot make {folder} for MPI's session files: {error.strerror}") from None
     return folders
+
+
+def remove_remains(scratch: list[str], flavour: str, since_s: float) -> None:
+    """Remove the run's directories, and MPICH's shared memory, which it names at random and forgets when killed."""
+    for folder in scratch:
+        if os.path.isdir(folder):
+            import shutil
+
+            shutil.rmtree(folder, ignore_errors=True)
+    if flavour == "mpich" and os.path.isdir("/dev/shm"):
+        unused = set()
+        for entry in os.scandir("/dev/shm"):
+            with suppress(OSError):
+                status = entry.stat()
+                if entry.name.startswith("mpich_shm_") and status.st_uid == os.getuid() and status.st_mtime >= since_s:
+                    unused.add(entry.path)
+        for pid in filter(str.isdigit, os.listdir("/proc") if unused else []):
+            with suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+                maps = file.read()  # a segment that somebody maps belongs to a run that lives
+                unused = {path for path in unused if path not in maps}
+        for path in unused:
+            with suppress(OSError):
+                os.unlink(path)
 
 
 # --- the keeper ---------------------------------------------------------------------------------------------------
@@ -318,9 +344,11 @@ def prctl(option: int, value: int) -> None:
 class Keeper:
     """The launcher's side of the keeper: start it, read its news, and end everything by :meth:`close`."""
 
-    def __init__(self, commands: list[list[str]], environments: list[dict[str, str]], scratch: list[str]) -> None:
+    def __init__(
+        self, commands: list[list[str]], environments: list[dict[str, str]], clean: Callable[[], None]
+    ) -> None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)  # should the keeper be killed, its orphans come here
-        self.scratch = scratch
+        self._clean = clean
         life_read, self._life = os.pipe()
         self.news, news_write = os.pipe()
         self.pid = os.fork()
@@ -328,21 +356,21 @@ class Keeper:
             try:
                 os.close(self._life)
                 os.close(self.news)
-                keep(life_read, news_write, commands, environments, scratch)
+                keep(life_read, news_write, commands, environments, clean)
             finally:
                 os._exit(1)
         os.close(life_read)
         os.close(news_write)
 
     def close(self) -> None:
-        """Kill whatever still runs, remove the run's directories, and return when both are done."""
+        """Kill whatever still runs, remove the run's files, and return when both are done."""
         os.close(self._life)
         os.waitpid(self.pid, 0)
-        sweep(self.scratch)  # nothing left to do, unless the keeper itself was killed
+        sweep(self._clean)  # nothing left to do, unless the keeper itself was killed
 
 
 def keep(
-    life: int, news: int, commands: list[list[str]], environments: list[dict[str, str]], scratch: list[str]
+    life: int, news: int, commands: list[list[str]], environments: list[dict[str, str]], clean: Callable[[], None]
 ) -> NoReturn:
     """Start the commands, send ``index pid status`` when one ends, sweep when ``life`` closes. The keeper's body."""
     os.setsid()  # out of reach of the terminal's Ctrl-C and hang-up, and of a kill of the launcher's group
@@ -370,7 +398,7 @@ def keep(
             if pid in pids and life not in ready:
                 os.write(news, f"{pids[pid]} {pid} {status}\n".encode())
         if life in ready:
-            sweep(scratch)
+            sweep(clean)
             os._exit(0)
 
 
@@ -409,8 +437,8 @@ def reap() -> list[tuple[int, int]]:
         found.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def sweep(scratch: list[str], limit_s: float = 5.0) -> None:
-    """Kill all descendants, level by level as the orphans of one become children, and remove the directories."""
+def sweep(clean: Callable[[], None], limit_s: float = 5.0) -> None:
+    """Kill all descendants, level by level as the orphans of one become children, and remove the run's files."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         reap()
@@ -421,11 +449,7 @@ def sweep(scratch: list[str], limit_s: float = 5.0) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
-    for folder in scratch:
-        if os.path.isdir(folder):
-            import shutil
-
-            shutil.rmtree(folder, ignore_errors=True)
+    clean()
 
 
 def children() -> list[int]:
@@ -641,10 +665,11 @@ class Job:
         ours = self.environment(server)
         program = [sys.executable, *interpreter_options(), "-c", START_CODE.format(STARTER), options.argv[0]]
         scratch: list[str] = []
+        flavour = ""
         base = {name: value for name, value in os.environ.items() if not is_foreign(name)} | ours
         if mpirun:
-            scratch = make_scratch() if local else []
             flavour = flavour_of(mpirun)
+            scratch = make_scratch() if local else []
             base = mpi_environment(flavour, local, scratch) | base
             commands = [mpi_command(mpirun, flavour, options, ours, local) + program]
             environments = [base]
@@ -658,11 +683,12 @@ class Job:
             added["HCCL_LAUNCH_TOKEN"] = "…"
             say("environment: " + " ".join(f"{name}={value}" for name, value in sorted(added.items())))
         self.watch_signals()
-        keeper = Keeper(commands, environments, scratch)
+        since_s = time.time() - 1.0  # file times are coarser than the clock
+        keeper = Keeper(commands, environments, lambda: remove_remains(scratch, flavour, since_s))
         try:
             self.serve(server, keeper)
-            if not local and not self.failures and not self.stopped:
-                self.leave(keeper)
+            if not local or flavour == "mpich":
+                self.leave()
         finally:
             keeper.close()
         self.drain()
@@ -759,10 +785,10 @@ class Job:
     def finish(self) -> None:
         self.done = True
 
-    def leave(self, keeper: Keeper) -> None:
-        """Let the MPI launcher of several hosts end in its own way: the keeper reaches only this host."""
+    def leave(self) -> None:
+        """Let the MPI launcher end in its own way: the keeper reaches only this host, and not all of MPICH's files."""
         self.order({"op": "leave"})
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 2.0
         while self.mpirun is None and time.monotonic() < end:
             self.step(0.1)
 

@@ -153,6 +153,7 @@ class DeviceArray:
     __slots__ = (
         "__weakref__",
         "_alloc",
+        "_last_call",
         "_np",
         "_owner",
         "_sig",
@@ -174,6 +175,7 @@ class DeviceArray:
     _alloc: Allocation
     _owner: Owner | None
     _np: HostArray  # the same memory, for tasks; the host must not look through it while tasks may run
+    _last_call: Any  # for the library that last called with it: what it prepared, found again without a lookup
     _sig: tuple[int, int, int] | None  # (address, size, HCCL type) tells whether a call repeats; None: not contiguous
 
     def __init__(self, device: Device, alloc: Allocation, owner: Owner | None, view: HostArray, address: int) -> None:
@@ -182,6 +184,7 @@ class DeviceArray:
         self._alloc = alloc
         self._owner = owner
         self._np = view
+        self._last_call = None
         self.address = address
         self.shape = view.shape
         self.dtype = kind = view.dtype

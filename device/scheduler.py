@@ -207,7 +207,12 @@ class Scheduler:
             if any(s._done != s._submitted for s in self._streams):
                 idle = 0
                 if self._wanted == 0 and self._lock.acquire(False):
-                    self._context.run(self._drive_for_others)
+                    self._driver = threading.get_ident()
+                    try:
+                        self._context.run(self._drive_for_others)
+                    finally:
+                        self._driver = 0
+                        self._lock.release()
                 time.sleep(_POLL_S)
             elif idle < _POLLS_BEFORE_SLEEP:
                 idle += 1
@@ -221,14 +226,9 @@ class Scheduler:
                 idle = 0
 
     def _drive_for_others(self) -> None:
-        self._driver = threading.get_ident()
-        try:
-            while not self.closed and self._wanted == 0 and any(s._done != s._submitted for s in self._streams):
-                if not self._pass():
-                    self._block()
-        finally:
-            self._driver = 0
-            self._lock.release()
+        while not self.closed and self._wanted == 0 and any(s._done != s._submitted for s in self._streams):
+            if not self._pass():
+                self._block()
 
     def close(self) -> None:
         """Stop the daemon. Work that is left stays undone; `Device.close` synchronizes before."""

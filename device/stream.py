@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from device.wait import Wait
@@ -85,9 +85,13 @@ class Stream:
         """Number of tasks that are not finished."""
         return self._submitted - self._done
 
-    def enqueue(self, fn: TaskFunction, *args: Any, owner: TaskOwner | None = None) -> None:
+    def enqueue(
+        self, fn: TaskFunction, *args: Any, owner: TaskOwner | None = None, turns: Iterator[int] | None = None
+    ) -> None:
         """Append the task `fn(stream, *args)` and return at once.
 
+        owner: hears about it when the stream fails before the task ran. turns: a counter whose next number the task gets
+        as its last argument; numbers of one counter rise along each stream even when several threads enqueue.
         Raises: the stream's sticky error; `ClosedError` when the device is closed.
         """
         if self.error is not None:
@@ -96,7 +100,7 @@ class Stream:
         if scheduler.closed:
             scheduler.raise_closed(self)
         with self._mutex:
-            self._queue.append((owner, fn, args))
+            self._queue.append((owner, fn, args if turns is None else (*args, next(turns))))
             self._submitted += 1
         if scheduler.asleep:
             scheduler.notify(self)

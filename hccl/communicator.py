@@ -7,7 +7,7 @@ calls, whatever streams they are put on.
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from hccl.config import Config
 from hccl.errors import ArgumentError, BrokenError, ClosedError, HcclError, UnsupportedError
 from hccl.fabric import Fabric
 from hccl.p2p import Item, batch, pair_own
-from hccl.plan import Plan, describe_call
+from hccl.plan import Plan, Tally, describe_call
 from hccl.planner import Planner
 from hccl.record import Record
 from hccl.select import explain
@@ -80,18 +80,18 @@ class Communicator:
         self._fabric = fabric
         self._members = tuple(members)
         self._key = rec.key_of(name)
-        self._patience = patience
-        self._lock = threading.Lock()
+        self.patience = patience
         self._state_text = ""
         self._group: list[tuple[str, DeviceArray, int]] | None = None
         self._subs: dict[tuple[int, ...], int] = {}
         self._splits = 0
         self._streams: dict[int, Stream] = {}
         self._plans: dict[Any, Plan] = {}
-        self._retired: dict[int, int] = {}  # bytes sent by plans that left the cache, and by messages
+        self._tallies: dict[tuple[tuple[int, int], ...], Tally] = {}  # of collectives, by (peer, bytes) sent
+        self._messages_sent: dict[int, int] = {}
         self._futexes: dict[tuple[int, int], Futex] = {}
         self._costs: dict[tuple[int, bool], tuple[float, float]] = {}
-        self._calls = 0
+        self._turns = itertools.count()
         self._tags = 0
         # ---- what tasks use
         self.aborted: HcclError | None = None
@@ -101,10 +101,9 @@ class Communicator:
         self.linked = False
         self.peers = [p for p in range(self.size) if p != rank]
         self.peer_words: list[memoryview] = []
-        self.peer_heads: list[list[tuple[int, tuple[memoryview, memoryview]]]] = [[], []]
+        self.peer_heads: list[list[tuple[int, memoryview, memoryview]]] = [[], []]
         self.sent_numbers: dict[int, int] = {}
         self.received_numbers: dict[int, int] = {}
-        self.spins = patience.spins
         try:
             self.record: Record = fabric.board.open(self._key, self.size)
         except KeyError:
@@ -115,6 +114,7 @@ class Communicator:
         self.poll: Callable[[], None] | None = self._message_links[0].poll if self._message_links else None
         self._scratch = fabric.device.arena.malloc(2 * config.buffer_bytes, "scratch")
         self.record.q[rec.SCRATCH] = self._scratch.address
+        self._announced: list[Plan | None] = [None, None]
         self._heads = [_head(self.record, 0), _head(self.record, 1)]
         self._progress_futex = self.record.futex(rec.PROGRESS)
         self._planner = Planner(self)
@@ -157,10 +157,10 @@ class Communicator:
 
     def bytes_sent(self) -> dict[int, int]:
         """Bytes that left this rank so far, by destination rank (finished calls of this communicator)."""
-        total = dict(self._retired)
-        for plan in self._plans.values():
-            for peer, nbytes in plan.sent.items():
-                total[peer] = total.get(peer, 0) + plan.calls * nbytes
+        total = dict(self._messages_sent)
+        for sent, tally in self._tallies.items():
+            for peer, nbytes in sent:
+                total[peer] = total.get(peer, 0) + tally.calls * nbytes
         return {peer: nbytes for peer, nbytes in sorted(total.items()) if nbytes}
 
     # ------------------------------------------------------------------------------------------------------ collectives
@@ -172,13 +172,8 @@ class Communicator:
         x, out: any equal shape and type. Without `out` the result replaces `x`. Returns the array of the result once
         queued.
         """
-        try:
-            plan = self._plans.get((2, x._sig, None if out is None else out._sig, op))
-        except (AttributeError, TypeError):
-            plan = None  # the arguments are wrong: said below
-        if plan is None:
-            plan = self._plan(OpCode.ALL_REDUCE, x, x if out is None else out, op, key=(out, op))
-        return self._submit(plan, x, x if out is None else out, stream)
+        target = x if out is None else out
+        return self._submit(self._cached(OpCode.ALL_REDUCE, x, target, op, 0), x, target, stream)
 
     def reduce(
         self, x: DeviceArray, root: int, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
@@ -306,9 +301,7 @@ class Communicator:
         arrays = [x for _, x, _ in items]
         for kind, x, _ in items:
             _note_use(x._alloc, stream, writes=kind == "recv")
-        with self._lock:
-            turn, self._calls = self._calls, self._calls + 1
-            stream.enqueue(batch, self, others, own, turn, arrays, owner=self)
+        stream.enqueue(batch, self, others, own, arrays, owner=self, turns=self._turns)
         self._streams[stream.index] = stream
 
     # -------------------------------------------------------------------------------------------------- sub-communicators
@@ -332,7 +325,7 @@ class Communicator:
             name,
             self.topology.subset(chosen),
             self.config,
-            self._patience,
+            self.patience,
         )
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -364,7 +357,7 @@ class Communicator:
         except BaseException as error:
             self._leave(rec.FAILED, f"{type(error).__name__}: {error}")
             raise
-        self._leave(rec.CLOSED, f"closed the communicator after {self._calls} calls")
+        self._leave(rec.CLOSED, f"closed the communicator after {self.turn} calls")
 
     def abort(self, reason: str = "aborted the communicator") -> None:
         """Let go at once, without waiting; peers that wait for this rank fail with `reason`."""
@@ -415,29 +408,31 @@ class Communicator:
 
     # ---------------------------------------------------------------------------------------------------------- submit
     def _cached(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
+        """The plan of a call: the one that `out` took last, one of this shape, or a new one (arguments are checked then)."""
         try:
-            key = (code.value, None if x is None else x._sig, out._sig, op, root)
-            plan = self._plans.get(key)
+            sig = None if x is None else x._sig
+            last = out._last_call
+            if last is not None and last[0] is self and last[1] is code and last[2] is sig and last[3] is op:
+                plan: Plan = last[4]
+                if plan.root == root:
+                    return plan
+            found = self._plans.get((code.value, sig, out._sig, op, root))
         except (AttributeError, TypeError):
-            plan = None
-        return plan or self._plan(code, x, out, op, root)
+            found = None  # an argument is of the wrong kind: said below
+        if found is None:
+            found = self._plan(code, x, out, op, root)
+        out._last_call = (self, code, sig, op, found)
+        return found
 
-    def _plan(
-        self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int = 0, key: Any = None
-    ) -> Plan:
+    def _plan(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
         """Check the arguments and work out the call shape."""
         self._check_open(code.label)
         reduce_op = self._arguments.collective(code, x, out, op, root)
         plan = self._planner.plan(code, x, out, reduce_op, root)
+        plan.tally = self._tallies.setdefault(tuple(sorted(plan.bytes_sent().items())), plan.tally)
         if len(self._plans) >= _PLANS:
-            old = self._plans.pop(next(iter(self._plans)))
-            for peer, nbytes in old.sent.items():
-                self._retired[peer] = self._retired.get(peer, 0) + old.calls * nbytes
-        if code is OpCode.ALL_REDUCE:
-            assert x is not None
-            self._plans[2, x._sig, None if key[0] is None else key[0]._sig, op] = plan
-        else:
-            self._plans[code.value, None if x is None else x._sig, out._sig, op, root] = plan
+            self._plans.pop(next(iter(self._plans)))
+        self._plans[code.value, None if x is None else x._sig, out._sig, op, root] = plan
         return plan
 
     def _submit(self, plan: Plan, x: DeviceArray | None, out: DeviceArray, stream: Stream | None) -> DeviceArray:
@@ -450,21 +445,13 @@ class Communicator:
         target = out._alloc
         if not target.live:
             raise target.dead(f"{plan.code.label}: use after free")
-        writers = target.writers
-        if not writers or (writers[-1] is stream and len(writers) == 1):
-            target.writers = (stream,)
-        else:
-            target.written_by(stream)
+        target.written_by(stream)
         if x is not out and x is not None:
             source = x._alloc
             if not source.live:
                 raise source.dead(f"{plan.code.label}: use after free")
-            if source is not target:
-                source.read_by(stream)
-        with self._lock:
-            turn = self._calls
-            self._calls = turn + 1
-            stream.enqueue(tasks.collective, self, plan, turn, x, out, owner=self)
+            source.read_by(stream)
+        stream.enqueue(tasks.collective, self, plan, x, out, owner=self, turns=self._turns)
         self._streams[stream.index] = stream
         return out
 
@@ -506,7 +493,7 @@ class Communicator:
             assert record is not None
             self.peer_words.append(record.q)
             for bank in (0, 1):
-                self.peer_heads[bank].append((peer, _head(record, bank)))
+                self.peer_heads[bank].append((peer, *_head(record, bank)))
         self.linked = True
 
     def head_of(self, rank: int, bank: int) -> memoryview:
@@ -526,12 +513,13 @@ class Communicator:
     def announce(self, plan: Plan, bank: int, enter_s: float) -> None:
         """Write the header of a call and say that this rank has entered it."""
         head, times = self._heads[bank]
-        head[rec.H_SEQ] = self.seq
-        head[rec.H_CALL : rec.H_ENTER] = plan.header
         times[rec.H_ENTER] = enter_s
-        if plan.addressed:
-            head[rec.H_IN], head[rec.H_OUT] = plan.buffers
-            head[rec.H_SCRATCH] = plan.scratch or 0
+        if self._announced[bank] is not plan:
+            self._announced[bank] = plan
+            head[rec.H_CALL : rec.H_ENTER] = plan.header
+            if plan.addressed:
+                head[rec.H_IN], head[rec.H_OUT] = plan.buffers
+                head[rec.H_SCRATCH] = plan.scratch or 0
         if self._message_links:
             head[rec.H_TAG] = self.next_tag()
             self._publish(rec.HEADER + rec.HEADER_WORDS * bank, rec.H_TAG + 1)
@@ -569,17 +557,18 @@ class Communicator:
 
     def mark_blocked(self, kind: int, target: int) -> None:
         """Say in the record what kind of call this rank is stuck in."""
+        self.record.q[rec.BLOCKED_SEQ] = self.seq
         self.record.q[rec.BLOCKED_TARGET] = target
         self.record.q[rec.BLOCKED] = kind
-        self._publish(rec.BLOCKED, 2)
+        self._publish(rec.BLOCKED, 3)
 
     def call_of(self, rank: int, peer: int) -> str:
         """Describe, from the records, the call in which `rank` waits for `peer`."""
         q = self.words(rank)
         if q[rec.BLOCKED] == rec.IN_COLLECTIVE:
-            newest = max((0, 1), key=lambda bank: self.head_of(rank, bank)[rec.H_SEQ])
-            head = self.head_of(rank, newest)
-            return f"{describe_call(head[rec.H_CALL], head[rec.H_COUNT])}, its collective #{head[rec.H_SEQ]}"
+            seq = q[rec.BLOCKED_SEQ]
+            head = self.head_of(rank, seq & 1)
+            return f"{describe_call(head[rec.H_CALL], head[rec.H_COUNT])}, its collective #{seq}"
         line = rec.PEERS + rec.PEER_WORDS * peer
         theirs = rec.PEERS + rec.PEER_WORDS * rank
         if q[line + rec.L_POSTED] > self.words(peer)[theirs + rec.INCOMING + rec.L_DONE]:
@@ -603,7 +592,7 @@ class Communicator:
 
     def count_sent(self, peer: int, nbytes: int) -> None:
         """Add to the byte counters."""
-        self._retired[peer] = self._retired.get(peer, 0) + nbytes
+        self._messages_sent[peer] = self._messages_sent.get(peer, 0) + nbytes
 
     def link_cost(self, peer: int, sends: bool) -> tuple[float, float]:
         """α and β of a message to or from `peer`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import setitem
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from hccl.types import ReduceOp
 TILE_BYTES = 128 * 1024
 _LISTED_OPERATIONS = 8192  # longer lists are generated while they run: the views would take megabytes
 _SLICE_ALIGN = 128  # HCCL rounds the slices of unsplit buffers up to this many bytes (HCCL_MIN_SLICE_ALIGN)
+_SMALL_COPY = 16 * 1024  # np.copyto lets other threads run meanwhile, worth it above this size
+_ALL = slice(None)
 _UNSPLIT = ("all_reduce", "broadcast", "reduce")
 
 Bytes = NDArray[np.uint8]
@@ -143,9 +146,16 @@ class Binder:
         if not len(target):
             return []
         if len(link.sources) == 1:
-            return [(np.copyto, (target, link.sources[0][part]))]
+            return [copy_operation(target, link.sources[0][part])]
         typed = [source[part].view(self.dtype) for source in link.sources]
         return reduce_operations(self.op, target.view(self.dtype), typed, self.wide)
+
+
+def copy_operation(target: Bytes, source: Bytes) -> Operation:
+    """Copy `source` over `target`. Small copies go without NumPy, which takes four times as long to begin."""
+    if len(target) > _SMALL_COPY:
+        return np.copyto, (target, source)
+    return setitem, (memoryview(target), _ALL, memoryview(source))
 
 
 class _Link:

@@ -327,13 +327,15 @@ def _guard(link: _Channel, pid: int, stack_read: int, signal_read: int) -> NoRet
         while (end := link._buffer.find(b"\n")) >= 0:
             order = json.loads(link._buffer[:end])
             del link._buffer[: end + 1]
-            if order["op"] == "leave":
-                os._exit(0)
             with suppress(OSError):
+                if order["op"] == "leave":
+                    os.killpg(pid, signal.SIGKILL)
                 if order["op"] == "stack" and not ended:
                     os.kill(pid, STACK_SIGNAL)
                 elif order["op"] == "signal":
                     os.killpg(pid, order["signum"])
+            if order["op"] == "leave":
+                os._exit(0)
         if not ended:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:  # stay: to an MPI launcher a process that leaves without finalizing is a reason to end the job

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,9 +67,9 @@ def pair_own(items: Sequence[Item], me: str) -> list[tuple[Item, Item]]:
 
 
 def batch(
-    stream: Stream, comm: Communicator, items: list[Item], own: list[tuple[Item, Item]], turn: int, *keep: Any
+    stream: Stream, comm: Communicator, items: list[Item], own: list[tuple[Item, Item]], keep: Any, turn: int
 ) -> TaskGenerator:
-    """Carry out the items as call number `turn` of `comm`. `keep` holds the buffers alive until it is done."""
+    """Carry out the items as call number `turn` of `comm`. The task holds the buffers alive until it is done."""
     if comm.turn != turn:
         yield TurnWait(comm, turn)
     try:
@@ -97,7 +98,7 @@ def batch(
                         del lines[key]
             if not moved:
                 heads = [line[0] for line in lines.values()]
-                wait = LineWait(comm, "; ".join(i.describe() for i in heads), [_awaited(comm, i) for i in heads], True)
+                wait = LineWait(comm, partial(_describe, heads), [_awaited(comm, i) for i in heads], True)
                 if not wait.ready():
                     yield wait
                     wait.finish()
@@ -117,9 +118,14 @@ def batch(
 def _link(comm: Communicator, items: list[Item]) -> TaskGenerator:
     peers = sorted({item.peer for item in items})
     if any(comm.known_record(peer) is None for peer in peers):
-        wait = RecordWait(comm, "; ".join(item.describe() for item in items[:4]), peers)
+        wait = RecordWait(comm, partial(_describe, items), peers)
         if not wait.ready():
             yield wait
+
+
+def _describe(items: Sequence[Item]) -> str:
+    more = f" and {len(items) - 4} more" if len(items) > 4 else ""
+    return "; ".join(item.describe() for item in items[:4]) + more
 
 
 def _line(peer: int, incoming: bool) -> int:
@@ -174,7 +180,7 @@ def _receive(comm: Communicator, item: Item) -> Generator[Wait | None, None, boo
         else:
             transfer = link.receive(item.data, words[theirs + rec.L_TAG])
             if not transfer.done():
-                yield TransferWait(comm, item.describe(), item.peer, transfer)
+                yield TransferWait(comm, item.describe, item.peer, transfer)
     comm.post_line(item.peer, *done, first=mine + rec.L_DONE, count=1)
     return True
 
@@ -188,7 +194,7 @@ def _sent(comm: Communicator, item: Item) -> Generator[Wait | None, None, bool]:
     if words[theirs + rec.L_MISMATCH] == item.number:
         raise _mismatch(comm, item, words[theirs + rec.L_CALL], words[theirs + rec.L_COUNT])
     if item.transfer is not None and not item.transfer.done():
-        yield TransferWait(comm, item.describe(), item.peer, item.transfer)
+        yield TransferWait(comm, item.describe, item.peer, item.transfer)
     comm.count_sent(item.peer, len(item.data))
     return True
 

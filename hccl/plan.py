@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from device import DeviceArray
 from device.dtypes import DType, from_hccl
 from hccl.execute import Addresses, Binder, Geometry, Viewer
-from hccl.program import Program, place_of
+from hccl.program import Epoch, Program, place_of
 from hccl.reduce import Operation
 from hccl.schedule import Schedule
 from hccl.types import OpCode, ReduceOp
@@ -46,6 +46,15 @@ def describe_call(word: int, count: int) -> str:
     return f"{code.label}({', '.join(parts)})"
 
 
+class Tally:
+    """How often calls that send the same bytes to the same peers were finished."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Plan:
     """One call shape of one communicator: operation, buffers, count, type. Cached by the communicator."""
 
@@ -62,7 +71,7 @@ class Plan:
         buffers: tuple[int, int],
         scratch: DeviceArray | None,
     ) -> None:
-        one_shot = schedule.n_scratch == 1 and schedule.chunks == 1
+        one_shot = schedule.algo == "mesh" and schedule.n_scratch == 1 and schedule.chunks == 1
         number = ALGORITHM_NUMBERS["one-shot mesh" if one_shot else schedule.algo]
         self.code = code
         self.schedule = schedule
@@ -80,10 +89,16 @@ class Plan:
         self.addressed = program.user_memory or scratch is not None
         self.first = 1 if program.prologue else 0  # epochs done before entry
         self.steps = len(program.epochs) + 1 - self.first  # posts of progress that one call takes
-        self.calls = 0
+        messages = any(a.kind for epoch in program.epochs for chain in epoch.chains for a in chain)
+        self.waits = messages or bool(program.exit_waits) or any(e.waits or p for e, p in self._after_entry())
+        self.tally = Tally()
         self.prologues: list[Any] = [None, None]  # operations of epoch 0 when it comes before entry, per bank
-        self.sent = self._bytes_sent()
+        self.root = schedule.root
         self._bound: list[tuple[Addresses, list[Any]] | None] = [None, None]
+
+    def _after_entry(self) -> list[tuple[Epoch, bool]]:
+        """Epochs that come after entry, each with whether somebody waits for its end."""
+        return list(zip(self.program.epochs, self.program.posts, strict=True))[self.first :]
 
     def describe(self, seq: int) -> str:
         """Name this call in messages: "all_reduce #7 (1024 float32, op sum, algorithm mesh)"."""
@@ -114,7 +129,7 @@ class Plan:
         bound = self._bound[bank]
         return None if bound is None else bound[1]
 
-    def _bytes_sent(self) -> dict[int, int]:
+    def bytes_sent(self) -> dict[int, int]:
         """Bytes that leave this rank for each peer, whoever moves them."""
         rank, schedule, span = self.program.rank, self.schedule, self.geometry.span
         sent: dict[int, int] = {}

@@ -189,7 +189,7 @@ class _Compiler:
             for peer, epochs in needs.items():
                 awaited[peer][epochs - 1] = True
         epochs = []
-        reached: dict[int, int] = {}
+        reached = dict.fromkeys(range(self.schedule.ranks), 1) if prologue else {}  # entry says that epoch 0 is done
         for e in range(n_epochs):
             mine = [action for epoch, actor, action in self.actions if epoch == e and actor == rank]
             waits = {p: n for p, n in self.needs.get((rank, e), {}).items() if reached.get(p, 0) < n}

@@ -25,13 +25,13 @@ from device.memory import Segment
 from device.wait import Futex
 
 PROGRESS, SLEEPER, COMPLETED = 0, 1, 2
-STATE, TEXT_BYTES, BLOCKED, BLOCKED_TARGET, SCRATCH = 16, 17, 18, 19, 20
+STATE, TEXT_BYTES, BLOCKED, BLOCKED_TARGET, BLOCKED_SEQ, SCRATCH = 16, 17, 18, 19, 20, 21
 HEADER, HEADER_WORDS = 32, 16
 TEXT, TEXT_CAPACITY = 64, 1024
 PEERS, PEER_WORDS, INCOMING = 192, 32, 16
 
 # words of a call header
-H_SEQ, H_CALL, H_COUNT, H_ENTER, H_IN, H_OUT, H_SCRATCH, H_TAG = range(8)
+_, H_CALL, H_COUNT, H_ENTER, H_IN, H_OUT, H_SCRATCH, H_TAG = range(8)
 # words of a send or receive line; DONE, its sleeper and MISMATCH exist in receive lines only
 L_POSTED, L_SLEEPER, L_CALL, L_COUNT, L_ENTER, L_ADDRESS, L_TAG, _, L_DONE, L_DONE_SLEEPER, L_MISMATCH = range(11)
 

@@ -4,18 +4,19 @@ Order of events: the rank announces itself (header, progress word), waits until 
 epochs with waits between them where ranks really conflict, and leaves when nobody touches its buffers any more. One-shot
 operations do their local part first and need no second round. Nobody leaves before all have entered.
 
-This function is the latency of small operations: it keeps to local variables and allocates nothing on the way through.
+`collective` is the latency of small operations: when nothing blocks it makes no generator and few objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from device.stream import Stream
-from device.wait import Wait, fence
+from device.wait import Wait, fence, poll
 from hccl import record as rec
 from hccl.errors import DisagreementError
 from hccl.execute import Addresses, Binder
@@ -32,92 +33,150 @@ if TYPE_CHECKING:
 TaskGenerator = Generator[Wait | None, None, None]
 
 
-def collective(stream: Stream, comm: Communicator, plan: Plan, turn: int, *keep: Any) -> TaskGenerator:
-    """Carry out `plan` as call number `turn` of `comm`. `keep` holds the buffers alive until it is done."""
-    if comm.turn != turn:
-        yield TurnWait(comm, turn)
+def collective(stream: Stream, comm: Communicator, plan: Plan, x: Any, out: Any, turn: int) -> TaskGenerator | None:
+    """Carry out `plan` as call number `turn` of `comm`. The task holds `x` and `out` alive until it is done.
+
+    What never blocks is done at once; the rest is returned as a generator.
+    """
+    if comm.turn != turn or not comm.linked:
+        return _later(stream, comm, plan, turn, (x, out))
     try:
-        if not comm.linked:
-            yield from _link(comm, plan)
-        comm.seq = seq = comm.seq + 1
-        bank = seq & 1
-        program = plan.program
-        if plan.first:
-            for function, arguments in plan.prologues[bank] or _bind_prologue(comm, plan, bank):
-                function(*arguments)
-        # ------------------------------------------------------------------------------------------------------- enter
-        enter_s = stream.now_s
-        base = comm.progress
-        comm.announce(plan, bank, enter_s)
-        words = comm.peer_words
-        target = base + 1
-        spins = comm.spins
-        for word in words:
-            while word[0] < target:
-                if not spins:
-                    yield from _wait(comm, plan, comm.peers, [target] * len(words))
-                    break
-                spins -= 1
-        if fence is not None:
-            fence()
-        # ---------------------------------------------------------------------------------------------- agree, keep time
-        call, count, row = plan.call, plan.count, plan.row
-        latest_s = enter_s
-        exit_s = enter_s + row[comm.rank]
-        for peer, (head, times) in comm.peer_heads[bank]:
-            if head[1] != call or head[2] != count:
-                _disagree(comm, plan, bank)
-            peer_s = times[3]
-            if peer_s > latest_s:
-                latest_s = peer_s
-            if peer_s + row[peer] > exit_s:
-                exit_s = peer_s + row[peer]
-        # -------------------------------------------------------------------------------------------------------- epochs
-        operations = None if plan.addressed else plan.bound(bank)
-        if operations is None:
-            operations = _bind(comm, plan, bank)
-        offset = base + 1 - plan.first
-        posts = program.posts
-        for index in range(plan.first, len(program.epochs)):
-            epoch = program.epochs[index]
-            if epoch.waits:
-                yield from _wait(comm, plan, list(epoch.waits), [offset + n for n in epoch.waits.values()])
-            work = operations[index]
-            if work.__class__ is Binder:
-                yield from _messages(comm, plan, work, epoch, bank)
-            else:
-                for function, arguments in work:
-                    function(*arguments)
-            if posts[index]:
-                comm.post(offset + index + 1)
-        if program.exit_waits:
-            yield from _wait(comm, plan, list(program.exit_waits), [offset + n for n in program.exit_waits.values()])
-        # --------------------------------------------------------------------------------------------------------- leave
-        comm.progress = base + plan.steps
-        comm.record.q[rec.COMPLETED] = seq
-        stream.now_s = exit_s
-        stream.wait_s += latest_s - enter_s
-        stream.comm_s += exit_s - latest_s
-        plan.calls += 1
-        timeline = stream.device.timeline
-        if timeline.enabled:
-            comm.draw(stream, plan.describe(seq), enter_s, latest_s, exit_s)
+        base = _enter(stream, comm, plan)
+        for word in comm.peer_words:
+            if word[0] <= base and not poll(word, base + 1, comm.patience):
+                return _slowly(stream, comm, plan, base, (x, out))
+        if plan.waits:
+            return _guarded(comm, turn, _epochs(stream, comm, plan, base, (x, out)))
+        _leave(stream, comm, plan, base, _agree(stream, comm, plan), True)
+    except Exception as error:
+        comm.fail(error)
+        raise
+    comm.turn = turn + 1
+    return None
+
+
+def _guarded(comm: Communicator, turn: int, work: TaskGenerator) -> TaskGenerator:
+    """Run the rest of a call; tell the peers when it fails, let the next call go when it is done."""
+    try:
+        yield from work
     except Exception as error:
         comm.fail(error)
         raise
     comm.turn = turn + 1
 
 
+def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: Any) -> TaskGenerator:
+    """Wait for earlier calls and, the first time, for the peers' records; then carry on."""
+    if comm.turn != turn:
+        yield TurnWait(comm, turn)
+    if not comm.linked:
+        yield from _guarded(comm, turn - 1, _link(comm, plan))
+    rest = collective(stream, comm, plan, *keep, turn)
+    if rest is not None:
+        yield from rest
+
+
+def _slowly(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+    """Wait until all have entered, then do the rest."""
+    return _guarded(comm, comm.turn, _wait_and_go_on(stream, comm, plan, base, keep))
+
+
+def _wait_and_go_on(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+    yield from _wait(comm, plan, comm.peers, [base + 1] * len(comm.peers))
+    yield from _epochs(stream, comm, plan, base, keep)
+
+
+# --------------------------------------------------------------------------------------------------------- the parts
+def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
+    """Do the local part if it comes first, announce the call; return the progress before it."""
+    comm.seq = seq = comm.seq + 1
+    bank = seq & 1
+    if plan.first:
+        for function, arguments in plan.prologues[bank] or _bind_prologue(comm, plan, bank):
+            function(*arguments)
+    comm.announce(plan, bank, stream.now_s)
+    return comm.progress
+
+
+def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float]:
+    """Compare all headers; return the virtual times of the last entry and of this rank's exit."""
+    if fence is not None:
+        fence()
+    call, count, row = plan.call, plan.count, plan.row
+    latest_s = stream.now_s
+    exit_s = latest_s + row[comm.rank]
+    for peer, head, times in comm.peer_heads[comm.seq & 1]:
+        if head[1] != call or head[2] != count:
+            _disagree(comm, plan)
+        peer_s = times[3]
+        if peer_s > latest_s:
+            latest_s = peer_s
+        peer_s += row[peer]
+        if peer_s > exit_s:
+            exit_s = peer_s
+    return latest_s, exit_s
+
+
+def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float], work: bool) -> None:
+    """Do what is left to do without waiting, and keep the books."""
+    if work:
+        bank = comm.seq & 1
+        operations = (plan.bound(bank) if not plan.addressed else None) or _bind(comm, plan, bank)
+        for epoch in operations[plan.first :]:
+            for function, arguments in epoch:
+                function(*arguments)
+    latest_s, exit_s = times
+    enter_s = stream.now_s
+    comm.progress = base + plan.steps
+    comm.record.q[rec.COMPLETED] = comm.seq
+    stream.now_s = exit_s
+    stream.wait_s += latest_s - enter_s
+    stream.comm_s += exit_s - latest_s
+    plan.tally.calls += 1
+    if stream.device.timeline.enabled:
+        comm.draw(stream, plan.describe(comm.seq), enter_s, latest_s, exit_s)
+
+
+def _epochs(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+    """Do the epochs, with waits between them where ranks conflict."""
+    times = _agree(stream, comm, plan)
+    program = plan.program
+    operations = _bind(comm, plan, comm.seq & 1)
+    offset = base + 1 - plan.first
+    for index in range(plan.first, len(program.epochs)):
+        epoch = program.epochs[index]
+        if epoch.waits:
+            yield from _wait(comm, plan, list(epoch.waits), [offset + n for n in epoch.waits.values()])
+        work = operations[index]
+        if work.__class__ is Binder:
+            yield from _messages(comm, plan, work, epoch, comm.seq & 1)
+        else:
+            for function, arguments in work:
+                function(*arguments)
+        if program.posts[index]:
+            comm.post(offset + index + 1)
+    if program.exit_waits:
+        yield from _wait(comm, plan, list(program.exit_waits), [offset + n for n in program.exit_waits.values()])
+    _leave(stream, comm, plan, base, times, False)
+
+
 def _link(comm: Communicator, plan: Plan) -> TaskGenerator:
     """Find the records of all members, as HCCL makes its links at the first call."""
-    wait = RecordWait(comm, f"the first call, {plan.describe(comm.seq + 1)}", comm.peers)
+    wait = RecordWait(comm, partial(plan.describe, comm.seq + 1), comm.peers)
     if not wait.ready():
         yield wait
     comm.link_all()
 
 
 def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) -> TaskGenerator:
-    wait = ProgressWait(comm, plan.describe(comm.seq), peers, targets)
+    if comm.poll is None:
+        for peer, target in zip(peers, targets, strict=True):
+            word = comm.words(peer)
+            if word[0] < target and not poll(word, target, comm.patience):
+                break
+        else:
+            return
+    wait = ProgressWait(comm, partial(plan.describe, comm.seq), peers, targets)
     if not wait.ready():
         yield wait
         wait.finish()
@@ -147,10 +206,10 @@ def _bind(comm: Communicator, plan: Plan, bank: int) -> list[Any]:
     return plan.operations(bank, Addresses(tuple(buffers)), comm.view)
 
 
-def _disagree(comm: Communicator, plan: Plan, bank: int) -> None:
+def _disagree(comm: Communicator, plan: Plan) -> None:
     """Raise with all the calls that differ from this rank's."""
     others = []
-    for peer, (head, _) in comm.peer_heads[bank]:
+    for peer, head, _ in comm.peer_heads[comm.seq & 1]:
         if head[rec.H_CALL] != plan.call or head[rec.H_COUNT] != plan.count:
             others.append(f"rank {peer} called {describe_call(head[rec.H_CALL], head[rec.H_COUNT])}")
     raise DisagreementError(
@@ -199,4 +258,4 @@ def _messages(comm: Communicator, plan: Plan, binder: Binder, epoch: Epoch, bank
 
 def _transfer(comm: Communicator, plan: Plan, peer: int, transfer: Transfer) -> TaskGenerator:
     if not transfer.done():
-        yield TransferWait(comm, plan.describe(comm.seq), peer, transfer)
+        yield TransferWait(comm, partial(plan.describe, comm.seq), peer, transfer)

@@ -9,6 +9,7 @@ is blocked, and whose words are still missing can be read off the lines by anybo
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from device.wait import Wait
@@ -26,18 +27,22 @@ _CIRCLE_S = 0.5  # a wait this long is suspicious; the circle must stand twice i
 class PeerWait(Wait):
     """A wait for other ranks of one communicator. `blocked` is what the record says while it lasts."""
 
-    __slots__ = ("blocked", "call", "comm", "marked", "next_circle", "next_look", "seen_circle", "started", "target")
+    __slots__ = ("_describe", "blocked", "comm", "marked", "next_circle", "next_look", "seen_circle", "started", "target")
 
-    def __init__(self, comm: Communicator, call: str, blocked: int = rec.NOT_BLOCKED, target: int = 0) -> None:
+    def __init__(
+        self, comm: Communicator, describe: Callable[[], str], blocked: int = rec.NOT_BLOCKED, target: int = 0
+    ) -> None:
         self.comm = comm
-        self.call = call
+        self._describe = describe
         self.blocked = blocked
         self.target = target
-        self.started = time.monotonic()
-        self.next_look = self.started + _LOOK_S
-        self.next_circle = self.started + _CIRCLE_S
-        self.seen_circle: list[int] = []
+        self.started = 0.0  # until the first check: most waits are over before
         self.marked = False
+
+    @property
+    def call(self) -> str:
+        """The call that waits, in words."""
+        return self._describe()
 
     def missing(self) -> list[int]:
         """The ranks that are still waited for."""
@@ -63,6 +68,11 @@ class PeerWait(Wait):
         for peer in range(comm.size):
             self._hear_last_words(peer, peer in missing)
         now = time.monotonic()
+        if not self.started:
+            self.started = now
+            self.next_look = now + _LOOK_S
+            self.next_circle = now + _CIRCLE_S
+            self.seen_circle: list[int] = []
         if now < self.next_look:
             return
         self.next_look = now + _LOOK_S
@@ -174,8 +184,8 @@ class ProgressWait(PeerWait):
 
     __slots__ = ("_first", "_words", "peers", "targets")
 
-    def __init__(self, comm: Communicator, call: str, peers: list[int], targets: list[int]) -> None:
-        super().__init__(comm, call, rec.IN_COLLECTIVE, min(targets))
+    def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int], targets: list[int]) -> None:
+        super().__init__(comm, describe, rec.IN_COLLECTIVE, min(targets))
         self.peers = peers
         self.targets = targets
         self._words = [comm.words(peer) for peer in peers]
@@ -207,8 +217,8 @@ class RecordWait(PeerWait):
 
     __slots__ = ("peers",)
 
-    def __init__(self, comm: Communicator, call: str, peers: list[int]) -> None:
-        super().__init__(comm, call)
+    def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int]) -> None:
+        super().__init__(comm, describe)
         self.peers = peers
 
     def ready(self) -> bool:
@@ -225,8 +235,10 @@ class LineWait(PeerWait):
 
     __slots__ = ("any_of", "items")
 
-    def __init__(self, comm: Communicator, call: str, items: list[tuple[int, int, int, int]], any_of: bool) -> None:
-        super().__init__(comm, call, rec.IN_P2P)
+    def __init__(
+        self, comm: Communicator, describe: Callable[[], str], items: list[tuple[int, int, int, int]], any_of: bool
+    ) -> None:
+        super().__init__(comm, describe, rec.IN_P2P)
         self.items = items
         self.any_of = any_of
 
@@ -254,8 +266,8 @@ class TransferWait(PeerWait):
 
     __slots__ = ("peer", "transfer")
 
-    def __init__(self, comm: Communicator, call: str, peer: int, transfer: Transfer) -> None:
-        super().__init__(comm, call)
+    def __init__(self, comm: Communicator, describe: Callable[[], str], peer: int, transfer: Transfer) -> None:
+        super().__init__(comm, describe)
         self.peer = peer
         self.transfer = transfer
 
