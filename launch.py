@@ -63,7 +63,13 @@ class Refusal(Exception):
 
 def say(text: str) -> None:
     """Print the launcher's own words, on stderr."""
-    write_all(2, "".join(f"launch.py: {line}\n" for line in text.splitlines()).encode(errors="backslashreplace"))
+    shout("".join(f"launch.py: {line}\n" for line in text.splitlines()))
+
+
+def shout(text: str) -> None:
+    """Print on stderr, if anybody still listens there."""
+    with suppress(OSError):
+        write_all(2, text.encode(errors="backslashreplace"))
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -262,7 +268,7 @@ def mpi_command(mpirun: str, flavour: str, options: Options, exported: Iterable[
     return command
 
 
-def mpi_environment(flavour: str, local: bool, scratch: list[str]) -> dict[str, str]:
+def mpi_environment(flavour: str, ranks: int, local: bool, scratch: list[str]) -> dict[str, str]:
     """Return the settings for root, more ranks than cores, and a fast start; the user's own win over them.
 
     On one host Open MPI need not try its network transports: that is most of its start-up time. Its session directory
@@ -276,8 +282,9 @@ def mpi_environment(flavour: str, local: bool, scratch: list[str]) -> dict[str, 
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "OMPI_MPI_THREAD_LEVEL": "3",  # MPI_THREAD_MULTIPLE: stream threads call MPI
-        "OMPI_MCA_mpi_yield_when_idle": "1",
     }
+    if ranks > (os.cpu_count() or 1):
+        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"  # ranks that spin would keep the others from the cores
     if local:
         shared = "sm" if flavour == "openmpi5" else "vader"  # one transport, renamed
         settings |= {
@@ -670,7 +677,7 @@ class Job:
         if mpirun:
             flavour = flavour_of(mpirun)
             scratch = make_scratch() if local else []
-            base = mpi_environment(flavour, local, scratch) | base
+            base = mpi_environment(flavour, options.ranks, local, scratch) | base
             commands = [mpi_command(mpirun, flavour, options, ours, local) + program]
             environments = [base]
         else:
@@ -1113,7 +1120,7 @@ class Job:
             if rank.error.get("traceback") and not rank.error.get("printed"):
                 title = "" if rank is first else f"rank {rank.number}:\n"
                 text = "".join(f"  {line}\n" for line in str(rank.error["traceback"]).splitlines())
-                write_all(2, (title + text).encode(errors="backslashreplace"))
+                shout(title + text)
 
     def write_trace(self, path: str) -> None:
         """Merge the ranks' trace events into one Chrome/Perfetto file; of a failed run, what there is."""

@@ -60,7 +60,7 @@ class Patience:
     def for_ranks(cls, ranks: int) -> Patience:
         """Choose for `ranks` processes or threads that share this host's cores."""
         cores = os.cpu_count() or 1  # not the affinity: an MPI launcher may have bound each rank to a core of its own
-        return cls(100, 1000, 100e-6) if ranks <= cores else cls(0, 5, 0.0)
+        return cls(100, 1000, 100e-6) if ranks <= cores else cls(0, 10, 0.0)
 
 
 def poll(word: memoryview, target: int, patience: Patience) -> bool:

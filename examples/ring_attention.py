@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import hccl
-from device import dtype
+from device import DeviceArray, dtype
 from device.kernels import matmul
 from parallel import LAYOUTS, positions, ring_attention
 
@@ -88,13 +88,13 @@ def embed(tokens: np.ndarray, places: np.ndarray, table: np.ndarray) -> np.ndarr
     return (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
 
 
-def project(comm: hccl.Communicator, x: np.ndarray, weights: np.ndarray, kind: Any) -> Any:
-    """Multiply (tokens, width) by (heads, width, dim) on the device: (1, heads, tokens, dim)."""
-    device = comm.device
+def project(x: DeviceArray, weights: np.ndarray) -> DeviceArray:
+    """Multiply (1, tokens, width) by (heads, width, dim) on the device: (1, heads, tokens, dim)."""
+    device, tokens = x.device, x.shape[1]
     heads, _, dim = weights.shape
-    out = device.empty((heads, len(x), dim), kind)
-    device.launch(matmul, device.array(x[None].astype(kind)), device.array(weights.astype(kind)), out=out)
-    return out.reshape(1, heads, len(x), dim)
+    out = device.empty((heads, tokens, dim), x.dtype)
+    device.launch(matmul, x, device.array(weights.astype(x.dtype)), out=out)
+    return out.reshape(1, heads, tokens, dim)
 
 
 def gather(comm: hccl.Communicator, x: np.ndarray, places: list[np.ndarray]) -> np.ndarray:
@@ -134,10 +134,9 @@ def measure(comm: hccl.Communicator, args: argparse.Namespace) -> dict[str, Any]
 
     rng = np.random.default_rng(SEED)
     x = embed(tokens[mine], mine, rng.standard_normal((256, EMBEDDING)))
+    x = comm.device.array(x[None].astype(kind))
     heads = (args.heads, args.kv_heads, args.kv_heads)
-    q, k, v = (
-        project(comm, x, rng.standard_normal((n, EMBEDDING, args.dim)) / np.sqrt(EMBEDDING), kind) for n in heads
-    )
+    q, k, v = (project(x, rng.standard_normal((n, EMBEDDING, args.dim)) / np.sqrt(EMBEDDING)) for n in heads)
 
     stream = comm.device.default_stream
     comm.barrier()  # all ranks start together, in virtual and in wall time

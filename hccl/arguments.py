@@ -62,7 +62,7 @@ class Arguments:
             raise x._alloc.dead(f"{call}: use after free")
         if not x.contiguous:
             raise ArgumentError(
-                self._say(call, f"{name} of shape {x.shape} is not contiguous; make a contiguous copy, {name} stays as it is")
+                self._say(call, f"{name} of shape {x.shape} is not contiguous and would stay as it is; use a contiguous copy")
             )
         kind = dtype_of(x.dtype)
         if kind.hccl < 0:
@@ -123,7 +123,7 @@ class Arguments:
     def collective(self, code: OpCode, x: Any, out: Any, op: Any, root: Any) -> ReduceOp | None:
         """Check a collective call; return its reduction."""
         call = code.label
-        kind = self.array(call, "out", out)
+        kind = self.array(call, "x" if x is out else "out", out)
         if x is not None and x is not out and self.array(call, "x", x) is not kind:
             raise ArgumentError(self._say(call, f"x is {x.dtype}, out is {out.dtype}"))
         if code in _ROOTED:

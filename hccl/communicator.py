@@ -517,9 +517,9 @@ class Communicator:
         if self._announced[bank] is not plan:
             self._announced[bank] = plan
             head[rec.H_CALL : rec.H_ENTER] = plan.header
-            if plan.addressed:
-                head[rec.H_IN], head[rec.H_OUT] = plan.buffers
-                head[rec.H_SCRATCH] = plan.scratch or 0
+            head[rec.H_PLAN] = plan.serial  # stands for the addresses
+            head[rec.H_IN], head[rec.H_OUT] = plan.buffers
+            head[rec.H_SCRATCH] = plan.scratch or 0
         if self._message_links:
             head[rec.H_TAG] = self.next_tag()
             self._publish(rec.HEADER + rec.HEADER_WORDS * bank, rec.H_TAG + 1)

@@ -25,7 +25,14 @@ class Fabric:
     """Links of one rank, by world rank. `owns_device`: closing the fabric closes the device too."""
 
     def __init__(
-        self, device: Device, board: Board, links: Sequence[Link], *, owns_device: bool, engine: Any = None
+        self,
+        device: Device,
+        board: Board,
+        links: Sequence[Link],
+        *,
+        owns_device: bool,
+        engine: Any = None,
+        threads: bool = False,
     ) -> None:
         self.device = device
         self.board = board
@@ -33,6 +40,7 @@ class Fabric:
         self.domains = domains([link.member for link in links])
         self.engine = engine  # of message links, None when all peers share memory
         self._owns_device = owns_device
+        self._threads = threads  # peers of this process still read the board: it goes with the last of them
         self._users = 0
         self._lock = threading.Lock()
 
@@ -55,6 +63,7 @@ class Fabric:
             self.engine.close()
         for link in self.links:
             link.close()
-        self.board.segment.close()
+        if not self._threads:
+            self.board.segment.close()
         if self._owns_device:
             self.device.close()

@@ -6,8 +6,8 @@ they are made when the peers' headers have been read and kept while the addresse
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from device import DeviceArray
 from device.dtypes import DType, from_hccl
 from hccl.execute import Addresses, Binder, Geometry, Viewer
-from hccl.program import Epoch, Program, place_of
-from hccl.reduce import Operation
+from hccl.program import Program, place_of
 from hccl.schedule import Schedule
 from hccl.types import OpCode, ReduceOp
 
 ALGORITHM_NUMBERS = {"mesh": 1, "ring": 2, "one-shot mesh": 3}
 _NO_REDUCTION = 15
+_serials = itertools.count(1)  # plans of this process; tells peers apart the calls of one rank, carries no state
 
 
 def pack_call(code: OpCode, dtype: DType, op: ReduceOp | None, algorithm: int, root: int) -> int:
@@ -86,19 +86,21 @@ class Plan:
         self.scratch = None if scratch is None else scratch.address  # of scratch too large for the CCL buffer
         self._own_scratch = scratch
         self.header = memoryview(array("q", [self.call, count]))
-        self.addressed = program.user_memory or scratch is not None
+        self.serial = next(_serials)
         self.first = 1 if program.prologue else 0  # epochs done before entry
         self.steps = len(program.epochs) + 1 - self.first  # posts of progress that one call takes
+        after_entry = program.epochs[self.first :]
         messages = any(a.kind for epoch in program.epochs for chain in epoch.chains for a in chain)
-        self.waits = messages or bool(program.exit_waits) or any(e.waits or p for e, p in self._after_entry())
+        # Between entry and exit nothing is waited for: no need for a generator unless a wait is long.
+        self.straight = not messages and not any(epoch.waits for epoch in after_entry)
+        posted = [index for index, post in enumerate(program.posts) if post and index >= self.first]
+        self.last_post = posted[-1] + 2 - self.first if posted else 0  # progress to announce at the end, from the base
+        self.exits = [(peer, 1 - self.first + n) for peer, n in program.exit_waits.items()]
+        self.operations: list[list[Any] | None] = [None, None]  # of the epochs after entry, per bank
+        self.known: list[list[int]] = [[-1] * schedule.ranks, [-1] * schedule.ranks]  # for which plans of the peers
         self.tally = Tally()
         self.prologues: list[Any] = [None, None]  # operations of epoch 0 when it comes before entry, per bank
         self.root = schedule.root
-        self._bound: list[tuple[Addresses, list[Any]] | None] = [None, None]
-
-    def _after_entry(self) -> list[tuple[Epoch, bool]]:
-        """Epochs that come after entry, each with whether somebody waits for its end."""
-        return list(zip(self.program.epochs, self.program.posts, strict=True))[self.first :]
 
     def describe(self, seq: int) -> str:
         """Name this call in messages: "all_reduce #7 (1024 float32, op sum, algorithm mesh)"."""
@@ -111,23 +113,10 @@ class Plan:
         wide = self.dtype.accumulate
         return Binder(self.schedule, self.geometry, addresses, view, self.dtype.numpy, wide, self.op or ReduceOp.SUM)
 
-    def operations(self, bank: int, addresses: Addresses, view: Viewer) -> list[Iterable[Operation] | Binder | None]:
-        """Return what each epoch does; epochs with messages get the binder instead of operations."""
-        bound = self._bound[bank]
-        if bound is not None and bound[0] == addresses:
-            return bound[1]
-        binder = self.binder(addresses, view)
-        epochs: list[Any] = [None] * self.first + [
-            binder if any(a.kind for chain in epoch.chains for a in chain) else binder.operations(epoch)
-            for epoch in self.program.epochs[self.first :]
-        ]
-        self._bound[bank] = (addresses, epochs)
-        return epochs
-
-    def bound(self, bank: int) -> list[Any] | None:
-        """Return the operations of this bank if they were made before and cannot have changed."""
-        bound = self._bound[bank]
-        return None if bound is None else bound[1]
+    def forget(self, bank: int, peer: int, serial: int) -> None:
+        """Drop the operations of a bank: `peer` calls with other buffers than last time."""
+        self.operations[bank] = None
+        self.known[bank][peer] = serial
 
     def bytes_sent(self) -> dict[int, int]:
         """Bytes that leave this rank for each peer, whoever moves them."""

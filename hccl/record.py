@@ -31,7 +31,7 @@ TEXT, TEXT_CAPACITY = 64, 1024
 PEERS, PEER_WORDS, INCOMING = 192, 32, 16
 
 # words of a call header
-_, H_CALL, H_COUNT, H_ENTER, H_IN, H_OUT, H_SCRATCH, H_TAG = range(8)
+_, H_CALL, H_COUNT, H_ENTER, H_PLAN, H_IN, H_OUT, H_SCRATCH, H_TAG = range(9)
 # words of a send or receive line; DONE, its sleeper and MISMATCH exist in receive lines only
 L_POSTED, L_SLEEPER, L_CALL, L_COUNT, L_ENTER, L_ADDRESS, L_TAG, _, L_DONE, L_DONE_SLEEPER, L_MISMATCH = range(11)
 
@@ -115,8 +115,11 @@ class Board:
     def open(self, key: int, ranks: int) -> Record:
         """Make the record of a new communicator visible under `key`. Raises KeyError when the key is taken."""
         words = self._words
-        if self.find(key, ranks) is not None:
-            raise KeyError(key)
+        earlier = self.find(key, ranks)
+        if earlier is not None:
+            if earlier.q[STATE] == ALIVE:
+                raise KeyError(key)
+            self._forget(earlier.offset)
         nbytes = record_bytes(ranks)
         offset = self._reusable(nbytes)
         if offset is None:
@@ -133,7 +136,7 @@ class Board:
         raise MemoryError(f"more than {_DIRECTORY_ENTRIES} open communicators on one device")
 
     def find(self, key: int, ranks: int) -> Record | None:
-        """Return the record under `key`, or None when its owner has not opened it (or closed it long ago)."""
+        """Return the record under `key`, or None when its owner has not opened it, or closed it long ago."""
         words = self._words
         for entry in range(_DIRECTORY, _DIRECTORY + 2 * _DIRECTORY_ENTRIES, 2):
             if words[entry] == key:
@@ -143,13 +146,19 @@ class Board:
         return None
 
     def close(self, key: int, ranks: int) -> None:
-        """Take the record out of the directory. Peers that have found it can read it for a good while yet."""
+        """Give the record up. Peers can find it and read its last words for a good while yet."""
         words = self._words
         for entry in range(_DIRECTORY, _DIRECTORY + 2 * _DIRECTORY_ENTRIES, 2):
             if words[entry] == key:
                 self._closed.append((words[entry + 1], record_bytes(ranks)))
-                words[entry] = 0
                 return
+
+    def _forget(self, offset: int) -> None:
+        """Take the record at `offset` out of the directory."""
+        words = self._words
+        for entry in range(_DIRECTORY, _DIRECTORY + 2 * _DIRECTORY_ENTRIES, 2):
+            if words[entry + 1] == offset:
+                words[entry] = 0
 
     def _record(self, offset: int, nbytes: int) -> Record:
         return Record(self._bytes[offset : offset + nbytes], self._address + offset, offset)
@@ -161,5 +170,6 @@ class Board:
             if self._closed[position][1] == nbytes:
                 offset = self._closed[position][0]
                 del self._closed[position]
+                self._forget(offset)
                 return offset
         return None

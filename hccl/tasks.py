@@ -36,7 +36,7 @@ TaskGenerator = Generator[Wait | None, None, None]
 def collective(stream: Stream, comm: Communicator, plan: Plan, x: Any, out: Any, turn: int) -> TaskGenerator | None:
     """Carry out `plan` as call number `turn` of `comm`. The task holds `x` and `out` alive until it is done.
 
-    What never blocks is done at once; the rest is returned as a generator.
+    What does not block is done at once; the rest is returned as a generator.
     """
     if comm.turn != turn or not comm.linked:
         return _later(stream, comm, plan, turn, (x, out))
@@ -44,10 +44,20 @@ def collective(stream: Stream, comm: Communicator, plan: Plan, x: Any, out: Any,
         base = _enter(stream, comm, plan)
         for word in comm.peer_words:
             if word[0] <= base and not poll(word, base + 1, comm.patience):
-                return _slowly(stream, comm, plan, base, (x, out))
-        if plan.waits:
+                return _guarded(comm, turn, _wait_and_go_on(stream, comm, plan, base, (x, out)))
+        if not plan.straight:
             return _guarded(comm, turn, _epochs(stream, comm, plan, base, (x, out)))
-        _leave(stream, comm, plan, base, _agree(stream, comm, plan), True)
+        times = _agree(stream, comm, plan)
+        for epoch in plan.operations[comm.seq & 1] or _bind(comm, plan):
+            for function, arguments in epoch:
+                function(*arguments)
+        if plan.last_post:
+            comm.post(base + plan.last_post)
+        for peer, end in plan.exits:
+            word = comm.words(peer)
+            if word[0] < base + end and not poll(word, base + end, comm.patience):
+                return _guarded(comm, turn, _exit_slowly(stream, comm, plan, base, times, (x, out)))
+        _leave(stream, comm, plan, base, times)
     except Exception as error:
         comm.fail(error)
         raise
@@ -76,12 +86,8 @@ def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: Any)
         yield from rest
 
 
-def _slowly(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
-    """Wait until all have entered, then do the rest."""
-    return _guarded(comm, comm.turn, _wait_and_go_on(stream, comm, plan, base, keep))
-
-
 def _wait_and_go_on(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+    """Wait until all have entered, then do the rest."""
     yield from _wait(comm, plan, comm.peers, [base + 1] * len(comm.peers))
     yield from _epochs(stream, comm, plan, base, keep)
 
@@ -99,15 +105,21 @@ def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
 
 
 def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float]:
-    """Compare all headers; return the virtual times of the last entry and of this rank's exit."""
+    """Compare all headers; return the virtual times of the last entry and of this rank's exit.
+
+    Operations that were made for other addresses than the peers now have are forgotten on the way.
+    """
     if fence is not None:
         fence()
-    call, count, row = plan.call, plan.count, plan.row
+    call, count, row, bank = plan.call, plan.count, plan.row, comm.seq & 1
+    known = plan.known[bank]
     latest_s = stream.now_s
     exit_s = latest_s + row[comm.rank]
-    for peer, head, times in comm.peer_heads[comm.seq & 1]:
+    for peer, head, times in comm.peer_heads[bank]:
         if head[1] != call or head[2] != count:
             _disagree(comm, plan)
+        if head[4] != known[peer]:
+            plan.forget(bank, peer, head[4])
         peer_s = times[3]
         if peer_s > latest_s:
             latest_s = peer_s
@@ -117,14 +129,8 @@ def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float
     return latest_s, exit_s
 
 
-def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float], work: bool) -> None:
-    """Do what is left to do without waiting, and keep the books."""
-    if work:
-        bank = comm.seq & 1
-        operations = (plan.bound(bank) if not plan.addressed else None) or _bind(comm, plan, bank)
-        for epoch in operations[plan.first :]:
-            for function, arguments in epoch:
-                function(*arguments)
+def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float]) -> None:
+    """Keep the books."""
     latest_s, exit_s = times
     enter_s = stream.now_s
     comm.progress = base + plan.steps
@@ -141,13 +147,13 @@ def _epochs(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any
     """Do the epochs, with waits between them where ranks conflict."""
     times = _agree(stream, comm, plan)
     program = plan.program
-    operations = _bind(comm, plan, comm.seq & 1)
+    operations = plan.operations[comm.seq & 1] or _bind(comm, plan)
     offset = base + 1 - plan.first
     for index in range(plan.first, len(program.epochs)):
         epoch = program.epochs[index]
         if epoch.waits:
             yield from _wait(comm, plan, list(epoch.waits), [offset + n for n in epoch.waits.values()])
-        work = operations[index]
+        work = operations[index - plan.first]
         if work.__class__ is Binder:
             yield from _messages(comm, plan, work, epoch, comm.seq & 1)
         else:
@@ -155,9 +161,16 @@ def _epochs(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any
                 function(*arguments)
         if program.posts[index]:
             comm.post(offset + index + 1)
-    if program.exit_waits:
-        yield from _wait(comm, plan, list(program.exit_waits), [offset + n for n in program.exit_waits.values()])
-    _leave(stream, comm, plan, base, times, False)
+    yield from _exit_slowly(stream, comm, plan, base, times, keep)
+
+
+def _exit_slowly(
+    stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float], keep: Any
+) -> TaskGenerator:
+    """Wait until nobody touches this rank's buffers any more, then leave."""
+    if plan.exits:
+        yield from _wait(comm, plan, [peer for peer, _ in plan.exits], [base + end for _, end in plan.exits])
+    _leave(stream, comm, plan, base, times)
 
 
 def _link(comm: Communicator, plan: Plan) -> TaskGenerator:
@@ -184,26 +197,27 @@ def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) 
 
 def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> list[Any]:
     """Make the operations of epoch 0 when it stays within this rank's own memory."""
-    scratch = comm.scratch_of(comm.rank, bank) if plan.scratch is None else plan.scratch
-    own = (*plan.buffers, scratch)
+    own = (*plan.buffers, plan.scratch or comm.scratch_of(comm.rank, bank))
     operations = plan.binder(Addresses((own,) * comm.size), comm.view).operations(plan.program.epochs[0])
     plan.prologues[bank] = operations
     return operations
 
 
-def _bind(comm: Communicator, plan: Plan, bank: int) -> list[Any]:
-    """Make the operations of this call from the addresses that the peers announced (or that cannot change)."""
+def _bind(comm: Communicator, plan: Plan) -> list[Any]:
+    """Make the operations of this call from the addresses that the peers announced."""
+    bank = comm.seq & 1
     buffers: list[tuple[int, int, int]] = []
     for rank in range(comm.size):
-        scratch = comm.scratch_of(rank, bank)
-        if rank == comm.rank:
-            buffers.append((*plan.buffers, scratch if plan.scratch is None else plan.scratch))
-        elif plan.addressed:
-            head = comm.head_of(rank, bank)
-            buffers.append((head[rec.H_IN], head[rec.H_OUT], head[rec.H_SCRATCH] or scratch))
-        else:
-            buffers.append((0, 0, scratch))
-    return plan.operations(bank, Addresses(tuple(buffers)), comm.view)
+        head = comm.head_of(rank, bank)
+        scratch = head[rec.H_SCRATCH] or comm.scratch_of(rank, bank)
+        buffers.append((head[rec.H_IN], head[rec.H_OUT], scratch))
+    binder = plan.binder(Addresses(tuple(buffers)), comm.view)
+    operations = [
+        binder if any(a.kind for chain in epoch.chains for a in chain) else binder.operations(epoch)
+        for epoch in plan.program.epochs[plan.first :]
+    ]
+    plan.operations[bank] = operations
+    return operations
 
 
 def _disagree(comm: Communicator, plan: Plan) -> None:

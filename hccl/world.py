@@ -114,6 +114,6 @@ def assemble(
     together = sum(d == domain[rank] for d in domain)
     patience = Patience(0, 5, 0.0) if threads else Patience.for_ranks(together)
     device._scheduler.patience = patience
-    fabric = Fabric(device, board, links, owns_device=owns_device, engine=engine)
+    fabric = Fabric(device, board, links, owns_device=owns_device, engine=engine, threads=threads)
     network = choose_topology(topology, members)
     return Communicator(fabric, range(len(links)), rank, name, network, config, patience)

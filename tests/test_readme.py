@@ -35,8 +35,6 @@ def test_the_two_commands_are_single_lines_that_make_their_own_environment() -> 
 def test_paths_and_modules_that_the_readme_names_exist() -> None:
     for module in set(re.findall(r"python -m (hccl\.\w+)", README)):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
-    for path in set(re.findall(r"python3? ((?:examples|benchmarks)/\S+\.py)", README)) | {
-        "launch.py",
-        "ARCHITECTURE.md",
-    }:
+    named = set(re.findall(r"python ((?:examples|benchmarks)/\S+\.py)", README))
+    for path in named | {"launch.py", "ARCHITECTURE.md"}:
         assert (ROOT / path).exists(), path

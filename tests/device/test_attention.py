@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import device.kernels.attention as module
+from device import Device
 from device.errors import ArgumentError
 from device.kernels.attention import (
     SoftmaxState,
@@ -315,6 +316,29 @@ def test_the_kernel_yields_between_tiles_and_fills_its_outputs(monkeypatch):
     expected_out, expected_lse = formula(q, k, v, causal=True)
     assert worst(out, expected_out) <= 1e-6
     assert worst(lse, expected_lse) <= 2e-6
+
+
+def test_the_kernel_runs_on_a_device_beside_other_streams():
+    q, k, v = operands(queries=40, keys=40, dtype=np.float32)
+    with Device(check="strict") as npu:
+        mine = [npu.array(x) for x in (q, k, v)]
+        out, lse = npu.empty(q.shape, q.dtype), npu.empty(q.shape[:3], q.dtype)
+        npu.launch(flash_attention_kernel, *mine, out, lse, stream=npu.stream(), causal=True)
+        expected_out, expected_lse = formula(q, k, v, causal=True)
+        assert worst(out.numpy(), expected_out) <= 1e-6
+        assert worst(lse.numpy(), expected_lse) <= 2e-6
+
+
+def test_a_launch_with_operands_that_do_not_fit_fails_by_name():
+    q, k, v = operands(heads=4, kv_heads=3, dtype=np.float32)
+
+    def launch():
+        with Device() as npu:
+            mine = [npu.array(x) for x in (q, k, v)]
+            npu.launch(flash_attention_kernel, *mine, npu.empty(q.shape), npu.empty(q.shape[:3]))
+
+    with pytest.raises(ArgumentError, match="4 query heads are no multiple of 3 kv heads"):
+        launch()
 
 
 @pytest.mark.parametrize(

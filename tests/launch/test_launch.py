@@ -293,11 +293,13 @@ def test_kill_9_of_a_rank_ends_the_others_and_names_it(launches: Launches, backe
     assert re.search(r"ranks 0, 3 were ended; was at script.py:10 in <module>", err)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("victim", ["launcher", "keeper", "mpirun", "guardian"])
+@pytest.mark.parametrize(
+    ("backend", "victim"),
+    [("mpi", victim) for victim in ("launcher", "keeper", "mpirun", "guardian")]
+    + [("process", victim) for victim in ("launcher", "keeper", "guardian")],
+    ids=str.title,  # the id "mpi" is pytest-mpi's
+)
 def test_kill_9_of_what_runs_the_ranks_leaves_nothing(launches: Launches, backend: str, victim: str) -> None:
-    if backend == "process" and victim == "mpirun":
-        pytest.skip("the process backend has no mpirun")
     process, _, guardians = start_waiters(launches, "--backend", backend)
     mpirun = parent_of(guardians[0])
     keeper = parent_of(mpirun) if backend == "mpi" else mpirun
@@ -319,10 +321,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_killed_inside_mpi_leaves_no_shared_memory(launches: Launches, backend: str) -> None:
-    if backend == "process":
-        pytest.skip("the process backend has no MPI")
+def test_a_rank_killed_inside_mpi_leaves_no_shared_memory(launches: Launches) -> None:
     pytest.importorskip("mpi4py")
     code = """
         import os
