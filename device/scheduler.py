@@ -2,7 +2,8 @@
 
 It mirrors the chip, where one task scheduler feeds all streams, so two ranks that synchronize two streams in opposite
 order do not deadlock. Whoever synchronizes drives the scheduler itself; one daemon thread drives it while nobody does.
-Refused alternatives: a thread per stream (34 µs per hand-over, order not repeatable); a plain deferred queue (deadlocks).
+Refused alternatives: a thread per stream (34 µs per hand-over, order not repeatable); a plain deferred queue
+(deadlocks).
 
 The daemon polls each millisecond while there is work and sleeps on an Event otherwise, so a loop of enqueue and
 synchronize pays for a notification only once. `lazy` order starts nothing before somebody waits.
@@ -41,8 +42,8 @@ class Scheduler:
         self._wanted = 0  # threads that wait to drive; the daemon makes room for them
         self._bell = threading.Event()
         self._thread: threading.Thread | None = None
-        # An NPU says nothing when numbers overflow. NumPy's error state belongs to the context, and entering a context of
-        # our own costs a tenth of `np.errstate` around each task; only one thread is in it, since only one drives.
+        # An NPU says nothing when numbers overflow. NumPy's error state belongs to the context, and entering a context
+        # of our own costs a tenth of `np.errstate` around each task; only one thread is in it, since only one drives.
         self._context = contextvars.copy_context()
         self._context.run(np.seterr, all="ignore")
 
@@ -70,7 +71,7 @@ class Scheduler:
         """Refuse work for a closed device."""
         raise ClosedError(f"{self.name}: enqueue on {stream.name} after the device was closed")
 
-    # ----------------------------------------------------------------------------------------------------------- driving
+    # ----------------------------------------------------------------------------------------------------- driving
     def run_until(self, stream: Stream, ticket: int, timeout_s: float | None) -> None:
         """Drive until `stream` has finished `ticket` tasks. Raises `TimeoutError` after `timeout_s` seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -200,7 +201,7 @@ class Scheduler:
         limit = "its limit" if timeout_s is None else f"{timeout_s:g} s"
         raise TimeoutError(f"{self.name}: {stream.name} was not done after {limit}: {what}")
 
-    # ------------------------------------------------------------------------------------------------------------ daemon
+    # ------------------------------------------------------------------------------------------------------ daemon
     def _serve(self) -> None:
         idle = 0
         while not self.closed:

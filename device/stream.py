@@ -90,8 +90,8 @@ class Stream:
     ) -> None:
         """Append the task `fn(stream, *args)` and return at once.
 
-        owner: hears about it when the stream fails before the task ran. turns: a counter whose next number the task gets
-        as its last argument; numbers of one counter rise along each stream even when several threads enqueue.
+        owner: hears about it when the stream fails before the task ran. turns: a counter whose next number the task
+        gets as its last argument; numbers of one counter rise along each stream even when several threads enqueue.
         Raises: the stream's sticky error; `ClosedError` when the device is closed.
         """
         if self.error is not None:

@@ -5,9 +5,9 @@ A blocked task yields a `Wait`. The scheduler polls `ready()`: first in a tight 
 each nap `check()` may raise when waiting on has no sense (peer dead, limit passed, somebody aborted). Nothing waits
 without passing through here, so nothing hangs without a limit.
 
-Measured on the machines that this is made for: `time.sleep(0)` costs 44 µs, `sched_yield` 0.3 µs; yield alone stalls for
-milliseconds when the ranks are in different sessions or cgroups, hence the futex; pure spinning costs 10-24 ms a step
-when ranks outnumber cores, hence `Patience`.
+Measured on the machines that this is made for: `time.sleep(0)` costs 44 µs, `sched_yield` 0.3 µs; yield alone stalls
+for milliseconds when the ranks are in different sessions or cgroups, hence the futex; pure spinning costs 10-24 ms a
+step when ranks outnumber cores, hence `Patience`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Wait:
         """Give the core away until the condition may have changed, at most `timeout_s` seconds."""
         time.sleep(timeout_s)
 
-    def check(self) -> None:  # noqa: B027 - most waits cannot fail by themselves
+    def check(self) -> None:
         """Raise when the condition can never become true (peer dead, limit passed)."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to poll before sleeping: `spins` tight polls, then `sched_yield` for `yields` rounds or `yield_s` seconds.
+    """How long to poll before sleeping: `spins` tight polls, then `yields` times `sched_yield`, or `yield_s` seconds.
 
     With a core for every rank a reply is near, so poll; with fewer cores the peer cannot answer before we let go.
     """
@@ -115,7 +115,7 @@ _SYS_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine(
 
 
 class _Timespec(ctypes.Structure):
-    _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]  # noqa: RUF012
+    _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
 
 
 def _futex_syscall() -> Callable[..., int] | None:
@@ -142,7 +142,9 @@ class Futex:
             time.sleep(min(timeout_s, 50e-6))
             return
         spec = _Timespec(0, int(timeout_s * 1e9))
-        value = ctypes.c_int(expected & 0xFFFFFFFF if expected & 0x80000000 == 0 else (expected & 0xFFFFFFFF) - (1 << 32))
+        value = ctypes.c_int(
+            expected & 0xFFFFFFFF if expected & 0x80000000 == 0 else (expected & 0xFFFFFFFF) - (1 << 32)
+        )
         _syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, value, ctypes.byref(spec), None, 0)
 
     def wake(self) -> None:

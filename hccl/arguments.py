@@ -1,6 +1,7 @@
 """Is this call allowed? Every check of arguments, each with one sentence that says who, what, expected, got.
 
-Types and operations follow HCCL's table for the Atlas A2 (source: HCCL API reference, AllReduce, Reduce, ReduceScatter).
+Types and operations follow HCCL's table for the Atlas A2 (source: HCCL API reference, AllReduce, Reduce,
+ReduceScatter).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Arguments:
     def _say(self, call: str, text: str) -> str:
         return f"rank {self.comm.rank}: {call}: {text}"
 
-    # ------------------------------------------------------------------------------------------------------------ pieces
+    # ------------------------------------------------------------------------------------------------------ pieces
     def array(self, call: str, name: str, x: Any) -> DType:
         """Check that `x` is a live contiguous array on this rank's device, of a type that HCCL moves."""
         if not isinstance(x, DeviceArray):
@@ -62,7 +63,9 @@ class Arguments:
             raise x._alloc.dead(f"{call}: use after free")
         if not x.contiguous:
             raise ArgumentError(
-                self._say(call, f"{name} of shape {x.shape} is not contiguous and would stay as it is; use a contiguous copy")
+                self._say(
+                    call, f"{name} of shape {x.shape} is not contiguous and would stay as it is; use a contiguous copy"
+                )
             )
         kind = dtype_of(x.dtype)
         if kind.hccl < 0:
@@ -119,7 +122,7 @@ class Arguments:
         first, *rest = x.shape or (1,)
         return self.comm.device.empty((first * self.comm.size, *rest), x.dtype)
 
-    # ------------------------------------------------------------------------------------------------------- collectives
+    # ------------------------------------------------------------------------------------------------- collectives
     def collective(self, code: OpCode, x: Any, out: Any, op: Any, root: Any) -> ReduceOp | None:
         """Check a collective call; return its reduction."""
         call = code.label
@@ -157,7 +160,8 @@ class Arguments:
             raise ArgumentError(
                 self._say(
                     code.label,
-                    f"x of shape {x.shape} on {size} ranks needs {wanted} elements in out, got {out.size} (shape {out.shape})",
+                    f"x of shape {x.shape} on {size} ranks needs {wanted} elements in out, "
+                    f"got {out.size} (shape {out.shape})",
                 )
             )
 
@@ -173,9 +177,11 @@ class Arguments:
             small, large = (x, out) if code is OpCode.ALL_GATHER else (out, x)
             allowed = small.address == large.address + self.comm.rank * small.nbytes
         if not allowed:
-            raise ArgumentError(self._say(code.label, "x and out overlap; in place means the same memory (or the own part)"))
+            raise ArgumentError(
+                self._say(code.label, "x and out overlap; in place means the same memory (or the own part)")
+            )
 
-    # ---------------------------------------------------------------------------------------------------- point to point
+    # ---------------------------------------------------------------------------------------------- point to point
     def items(self, call: str, items: Sequence[Any]) -> Sequence[tuple[str, DeviceArray, int]]:
         """Check the form of a batch."""
         for item in items:
@@ -189,6 +195,8 @@ class Arguments:
         name = "dest" if kind == "send" else "source"
         peer = self._rank(call, name, peer)
         if peer == self.comm.rank and call in ("send", "recv") and self.comm._group is None:
-            raise ArgumentError(self._say(call, f"{name} is this rank itself; pair the two in batch_send_recv or group()"))
+            raise ArgumentError(
+                self._say(call, f"{name} is this rank itself; pair the two in batch_send_recv or group()")
+            )
         data = x._np.reshape(-1).view(np.uint8)
         return Item(kind == "send", peer, word_of(kind == "send", dtype.hccl), x.size, x.address, data)

@@ -16,7 +16,7 @@ from device import Device, Timeline
 from hccl import launched
 from hccl.communicator import Communicator
 from hccl.config import Config
-from hccl.errors import ArgumentError, BrokenError, HcclError, UnsupportedError
+from hccl.errors import ArgumentError, BrokenError, HcclError
 from hccl.record import Board
 from hccl.root_info import Meeting, RootInfo, open_root
 from hccl.topology import Topology
@@ -199,8 +199,8 @@ class _Start:
         world = MPI.COMM_WORLD
         if world.size != self.size:
             raise HcclError(
-                f"the launcher's variables say {self.size} ranks, but MPI_COMM_WORLD has {world.size}: this mpi4py uses "
-                "another MPI library than the mpirun that started it"
+                f"the launcher's variables say {self.size} ranks, but MPI_COMM_WORLD has {world.size}: this mpi4py "
+                "uses another MPI library than the mpirun that started it"
             )
         info: bytes = world.bcast(open_root() if self.rank == 0 else None, root=0)
         return info

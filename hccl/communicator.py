@@ -26,7 +26,7 @@ from hccl.arguments import Arguments
 from hccl.config import Config
 from hccl.errors import ArgumentError, BrokenError, ClosedError, HcclError, UnsupportedError
 from hccl.fabric import Fabric
-from hccl.p2p import Item, batch, pair_own
+from hccl.p2p import batch, pair_own
 from hccl.plan import Plan, Tally, describe_call
 from hccl.planner import Planner
 from hccl.record import Record
@@ -101,7 +101,7 @@ class Communicator:
         self.linked = False
         self.peers = [p for p in range(self.size) if p != rank]
         self.peer_words: list[memoryview] = []
-        self.peer_heads: list[list[tuple[int, memoryview, memoryview]]] = [[], []]
+        self.peer_heads: list[list[tuple[int, memoryview, memoryview[float]]]] = [[], []]
         self.sent_numbers: dict[int, int] = {}
         self.received_numbers: dict[int, int] = {}
         try:
@@ -132,7 +132,9 @@ class Communicator:
         return from_root_info(n_ranks, info, rank, device, config)
 
     @staticmethod
-    def from_rank_table(path: str, rank: int, device: Device | None = None, config: Config | None = None) -> Communicator:
+    def from_rank_table(
+        path: str, rank: int, device: Device | None = None, config: Config | None = None
+    ) -> Communicator:
         """Not there yet; raises `UnsupportedError`."""
         raise UnsupportedError("from_rank_table is not built yet; use get_root_info and from_root_info")
 
@@ -216,7 +218,7 @@ class Communicator:
     def scatter(
         self, x: DeviceArray | None, root: int, out: DeviceArray | None = None, stream: Stream | None = None
     ) -> DeviceArray:
-        """Give rank r part r of `x` of `root`: (size·n, …) gives (n, …). `x` is read on `root` only; give `out` elsewhere."""
+        """Give rank r part r of `x` of `root`: (size·n, …) gives (n, …). `x` counts on `root` only."""
         if self.rank == self._arguments.root("scatter", root):
             if x is None:
                 raise ArgumentError(f"{self.me}: scatter needs x on its root")
@@ -253,7 +255,7 @@ class Communicator:
         """Not there yet; raises `UnsupportedError`."""
         raise UnsupportedError("all_to_all_v is not built yet; use batch_send_recv")
 
-    # ---------------------------------------------------------------------------------------------------- point to point
+    # ---------------------------------------------------------------------------------------------- point to point
     def send(self, x: DeviceArray, dest: int, stream: Stream | None = None) -> None:
         """Send `x` to rank `dest`. The send is over when `dest` has received it (rendezvous, as on hardware)."""
         self._point_to_point([("send", x, dest)], stream, "send")
@@ -304,7 +306,7 @@ class Communicator:
         stream.enqueue(batch, self, others, own, arrays, owner=self, turns=self._turns)
         self._streams[stream.index] = stream
 
-    # -------------------------------------------------------------------------------------------------- sub-communicators
+    # -------------------------------------------------------------------------------------------- sub-communicators
     def sub(self, ranks: Sequence[int], name: str | None = None) -> Communicator | None:
         """Return the communicator of `ranks` of this one, in this order; None on ranks that are not among them.
 
@@ -344,7 +346,7 @@ class Communicator:
         chosen.sort(key=lambda r: (table[r, 1], r))
         return self.sub(chosen, f"{self.name}_split_{self._splits}_{table[self.rank, 0]}")
 
-    # ----------------------------------------------------------------------------------------------------------- closing
+    # ----------------------------------------------------------------------------------------------------- closing
     def close(self) -> None:
         """Finish this rank's calls and let go. Idempotent; raises the error of a call that failed and was not seen."""
         if self._state_text:
@@ -371,15 +373,13 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        elif isinstance(error, SystemExit) and not error.code:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
             self.abort(f"raised {kind.__name__ if kind else ''}: {error}")
 
     def _see_peers_out(self) -> None:
-        """Wait until nobody reads this rank's scratch any more: peers may still be in a call that this rank has left."""
+        """Wait until nobody reads this rank's scratch: peers may still be in a call that this rank has left."""
         for peer in self.peers:
             record = self._records[peer]
             if record is not None and self.link(peer).direct:
@@ -408,7 +408,7 @@ class Communicator:
 
     # ---------------------------------------------------------------------------------------------------------- submit
     def _cached(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
-        """The plan of a call: the one that `out` took last, one of this shape, or a new one (arguments are checked then)."""
+        """The plan of a call: the one `out` took last, one of this shape, or a new one (which checks the arguments)."""
         try:
             sig = None if x is None else x._sig
             last = out._last_call
@@ -622,7 +622,7 @@ class Communicator:
             link.publish(self.record, self._key, first, count)
 
 
-def _head(record: Record, bank: int) -> tuple[memoryview, memoryview]:
+def _head(record: Record, bank: int) -> tuple[memoryview, memoryview[float]]:
     start = rec.HEADER + rec.HEADER_WORDS * bank
     return record.q[start : start + rec.HEADER_WORDS], record.d[start : start + rec.HEADER_WORDS]
 

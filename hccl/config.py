@@ -1,6 +1,7 @@
 """Which limits and choices does a communicator have? Argument before environment before default, as in HCCL.
 
-Source of names, ranges and defaults: HCCL environment variable reference (CANN 8). Other variables of HCCL are not read yet.
+Source of names, ranges and defaults: HCCL environment variable reference (CANN 8). Other variables of HCCL are not
+read yet.
 """
 
 from __future__ import annotations

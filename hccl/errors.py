@@ -1,7 +1,7 @@
 """What can go wrong in a collective, one class per thing a caller would do about it.
 
-Every error carries the vendor's result code (`HcclResult`) in `.code`; the C-named interface returns it. Messages say who,
-what, what was expected and what came. Source of the codes: hccl_types.h (CANN 8/9).
+Every error carries the vendor's result code (`HcclResult`) in `.code`; the C-named interface returns it. Messages say
+who, what, what was expected and what came. Source of the codes: hccl_types.h (CANN 8/9).
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
 (function, arguments) that do the work without further thought: ready NumPy views, ready ufuncs. Slicing inside the call
 would cost more than small operations take, so bindings are cached by the communicator per call shape.
 
-A tile is 128 KiB: with two operands it stays in a 1 MiB L2, and a reduced tile is pushed to the peers while it is there.
-Measured: 32 KiB loses to call overhead, 64 KiB to 1 MiB are equal within noise.
+A tile is 128 KiB: with two operands it stays in a 1 MiB L2, and a reduced tile is pushed to the peers while it is
+there. Measured: 32 KiB loses to call overhead, 64 KiB to 1 MiB are equal within noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import setitem
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hccl.program import IN, MOVE, OUT, Action, Epoch, Place
+from hccl.program import IN, OUT, Action, Epoch, Place
 from hccl.reduce import Operation, reduce_operations
 from hccl.schedule import Schedule
 from hccl.types import ReduceOp
@@ -105,7 +105,7 @@ class Binder:
         spans = (self.geometry.span(self.schedule, p)[1] for p in (action.source, action.target))
         return min(spans)
 
-    def operations(self, epoch: Epoch) -> Sequence[Operation] | Iterator[Operation]:
+    def operations(self, epoch: Epoch) -> Iterable[Operation]:
         """Return what an epoch without messages does, in order."""
         chains = [self._links(chain) for chain in epoch.chains]
         total = sum(len(links) * max(1, -(-nbytes // TILE_BYTES)) for links, nbytes in chains)
@@ -113,7 +113,7 @@ class Binder:
             return _Lazy(self, chains)
         return [operation for links, nbytes in chains for operation in self._tiles(links, nbytes)]
 
-    # ------------------------------------------------------------------------------------------------------------ chains
+    # ------------------------------------------------------------------------------------------------------ chains
     def _links(self, chain: list[Action]) -> tuple[list[_Link], int]:
         """Merge a chain's actions into copies and reduce groups: copy a→d, add b→d becomes d = a + b."""
         links: list[_Link] = []
@@ -124,7 +124,8 @@ class Binder:
                 continue
             longest = max(longest, nbytes)
             source, target = self.memory(action.source, nbytes), self.memory(action.target, nbytes)
-            assert source is not None and target is not None and action.kind == MOVE
+            assert source is not None
+            assert target is not None
             last = links[-1] if links else None
             if not action.reduce:
                 if source.ctypes.data != target.ctypes.data:
@@ -155,7 +156,7 @@ def copy_operation(target: Bytes, source: Bytes) -> Operation:
     """Copy `source` over `target`. Small copies go without NumPy, which takes four times as long to begin."""
     if len(target) > _SMALL_COPY:
         return np.copyto, (target, source)
-    return setitem, (memoryview(target), _ALL, memoryview(source))
+    return setitem, (target.data, _ALL, source.data)
 
 
 class _Link:

@@ -1,4 +1,4 @@
-"""What does a rank hold on to for all its communicators? Its device, its board, and one link to each member of the world.
+"""What does a rank hold for all its communicators? Its device, its board, and one link to each member of the world.
 
 Sub-communicators share the fabric of the communicator that they come from, so making one costs no traffic: a member
 opens a record on its own board, the others find it there at the first call. The fabric is closed with the last of them.

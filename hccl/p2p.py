@@ -44,6 +44,7 @@ class Item:
     data: NDArray[np.uint8]
     number: int = 0  # of its line, from 1
     transfer: Transfer | None = None
+    peer_enter_s: float = 0.0
 
     def describe(self) -> str:
         """Name it in messages."""
@@ -59,7 +60,9 @@ def pair_own(items: Sequence[Item], me: str) -> list[tuple[Item, Item]]:
     sends = [i for i in items if i.sends]
     receives = [i for i in items if not i.sends]
     if len(sends) != len(receives):
-        raise ArgumentError(f"{me}: {len(sends)} sends to itself, but {len(receives)} receives from itself in one batch")
+        raise ArgumentError(
+            f"{me}: {len(sends)} sends to itself, but {len(receives)} receives from itself in one batch"
+        )
     for a, b in zip(sends, receives, strict=True):
         if (a.count, a.word >> 8) != (b.count, b.word >> 8):
             raise ArgumentError(f"{me}: {a.describe()} is received by itself as {b.describe()}")
@@ -181,7 +184,11 @@ def _receive(comm: Communicator, item: Item) -> Generator[Wait | None, None, boo
             transfer = link.receive(item.data, words[theirs + rec.L_TAG])
             if not transfer.done():
                 yield TransferWait(comm, item.describe, item.peer, transfer)
-    comm.post_line(item.peer, *done, first=mine + rec.L_DONE, count=1)
+    # Both ends need the other's time of entry, and after "done" either may go on to its next message and overwrite it:
+    # take the sender's before, and leave this rank's in a word that stands until the sender has said what comes next.
+    item.peer_enter_s = comm.known_record(item.peer).d[theirs + rec.L_ENTER]  # type: ignore[union-attr]
+    comm.record.d[mine + rec.L_ENTERED] = comm.record.d[mine + rec.L_ENTER]
+    comm.post_line(item.peer, *done, first=mine + rec.L_DONE, count=rec.L_ENTERED - rec.L_DONE + 1)
     return True
 
 
@@ -195,6 +202,7 @@ def _sent(comm: Communicator, item: Item) -> Generator[Wait | None, None, bool]:
         raise _mismatch(comm, item, words[theirs + rec.L_CALL], words[theirs + rec.L_COUNT])
     if item.transfer is not None and not item.transfer.done():
         yield TransferWait(comm, item.describe, item.peer, item.transfer)
+    item.peer_enter_s = comm.known_record(item.peer).d[theirs + rec.L_ENTERED]  # type: ignore[union-attr]
     comm.count_sent(item.peer, len(item.data))
     return True
 
@@ -207,8 +215,7 @@ def _mismatch(comm: Communicator, item: Item, call: int, count: int) -> Disagree
 
 def _keep_time(comm: Communicator, item: Item, enter_s: float, clock: list[float]) -> None:
     """Both ends leave at the later entry + α + bytes·β, as `simulate` says of a one-row schedule."""
-    peer_s = comm.known_record(item.peer).d[_line(comm.rank, item.sends) + rec.L_ENTER]  # type: ignore[union-attr]
-    start_s = max(enter_s, peer_s)
+    start_s = max(enter_s, item.peer_enter_s)
     alpha_s, beta_s = comm.link_cost(item.peer, item.sends)
     clock[0] = max(clock[0], start_s)
     clock[1] = max(clock[1], start_s + (alpha_s + len(item.data) * beta_s))

@@ -97,7 +97,7 @@ class _Compiler:
         self.needs: dict[tuple[int, int], dict[int, int]] = {}  # (actor, epoch) -> peer -> epoch it must have finished
         self._run()
 
-    # ------------------------------------------------------------------------------------------------------------ places
+    # ------------------------------------------------------------------------------------------------------ places
     def location(self, place: Place) -> object:
         """Identify what may be one piece of memory: in and out slots that an in-place call lets coincide."""
         s = self.schedule
@@ -109,7 +109,7 @@ class _Compiler:
         index = place.rank if own == 1 and max(s.n_in, s.n_out) > 1 else place.index
         return (place.rank, IN, index)
 
-    # ------------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------------------------------------------- steps
     def _run(self) -> None:
         for step in self.schedule.steps():
             rows = self._rows(step)
@@ -179,7 +179,7 @@ class _Compiler:
         else:
             self.readers.setdefault(location, {})[actor] = self.epoch
 
-    # ----------------------------------------------------------------------------------------------------------- results
+    # ----------------------------------------------------------------------------------------------------- results
     def program(self, rank: int) -> Program:
         n_epochs = self.epoch + 1 if self.actions else 0
         touching = [self._touching(r, n_epochs) for r in range(self.schedule.ranks)]
@@ -188,15 +188,15 @@ class _Compiler:
         for needs in [*self.needs.values(), *touching]:
             for peer, epochs in needs.items():
                 awaited[peer][epochs - 1] = True
-        epochs = []
+        compiled: list[Epoch] = []
         reached = dict.fromkeys(range(self.schedule.ranks), 1) if prologue else {}  # entry says that epoch 0 is done
         for e in range(n_epochs):
             mine = [action for epoch, actor, action in self.actions if epoch == e and actor == rank]
             waits = {p: n for p, n in self.needs.get((rank, e), {}).items() if reached.get(p, 0) < n}
             reached.update(waits)
-            epochs.append(Epoch(waits, _chains(mine, self.location), any(self._remote(rank, a) for a in mine)))
+            compiled.append(Epoch(waits, _chains(mine, self.location), any(self._remote(rank, a) for a in mine)))
         exit_waits = {p: n for p, n in touching[rank].items() if reached.get(p, 0) < n}
-        return Program(rank, epochs, awaited[rank], exit_waits, prologue, any(touching))
+        return Program(rank, compiled, awaited[rank], exit_waits, prologue, any(touching))
 
     def _remote(self, actor: int, action: Action) -> bool:
         return action.kind != MOVE or action.source.rank != actor or action.target.rank != actor

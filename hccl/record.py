@@ -1,8 +1,9 @@
 """What do ranks tell each other? One record per rank and communicator, in memory that its peers can read.
 
 A rank writes only its own record; peers poll it. That is the whole protocol: there are no messages between ranks of one
-host, and between hosts the same lines travel as messages into a shadow copy. All words are 64 bit, in units of which the
-offsets below count. A line that peers poll has its own 128 bytes, so that polling does not slow the neighbours down.
+host, and between hosts the same lines travel as messages into a shadow copy. All words are 64 bit, in units of which
+the offsets below count. A line that peers poll has its own 128 bytes, so that polling does not slow the neighbours
+down.
 
     0     progress of collectives; 1: somebody sleeps on the word before me; 2: collectives that this rank has left
     16    state, length of the last words, what this rank is blocked in, address of the scratch (CCL) buffer
@@ -32,8 +33,9 @@ PEERS, PEER_WORDS, INCOMING = 192, 32, 16
 
 # words of a call header
 _, H_CALL, H_COUNT, H_ENTER, H_PLAN, H_IN, H_OUT, H_SCRATCH, H_TAG = range(9)
-# words of a send or receive line; DONE, its sleeper and MISMATCH exist in receive lines only
-L_POSTED, L_SLEEPER, L_CALL, L_COUNT, L_ENTER, L_ADDRESS, L_TAG, _, L_DONE, L_DONE_SLEEPER, L_MISMATCH = range(11)
+# words of a send or receive line; those from DONE on exist in receive lines only
+L_POSTED, L_SLEEPER, L_CALL, L_COUNT, L_ENTER, L_ADDRESS, L_TAG = range(7)
+L_DONE, L_DONE_SLEEPER, L_MISMATCH, L_ENTERED = range(8, 12)
 
 ALIVE, CLOSED, FAILED = 0, 1, 2
 NOT_BLOCKED, IN_COLLECTIVE, IN_P2P = 0, 1, 2

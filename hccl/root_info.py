@@ -8,6 +8,7 @@ The listener binds the loopback interface unless HCCL_IF_IP names another addres
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import os
@@ -129,8 +130,14 @@ class _Round:
             if time.monotonic() > deadline:
                 missing = "" if wanted is None else _names([r for r in range(wanted) if r not in self.members])
                 who = missing or "nobody at all"
-                text = f"{who} did not come within {self.limit_s:g} s" if missing else f"{who} came within {self.limit_s:g} s"
-                raise TimeoutError(f"making the communicator: {text}; present: {_names(sorted(self.members)) or 'none'}")
+                text = (
+                    f"{who} did not come within {self.limit_s:g} s"
+                    if missing
+                    else f"{who} came within {self.limit_s:g} s"
+                )
+                raise TimeoutError(
+                    f"making the communicator: {text}; present: {_names(sorted(self.members)) or 'none'}"
+                )
 
     def _admit(self, member: Member, channel: _Channel, wanted: int | None) -> int:
         first = next(iter(self.members.values()), member)
@@ -142,7 +149,9 @@ class _Round:
             )
         if member.rank in self.members:
             other = self.members[member.rank]
-            channel.write({"error": f"rank {member.rank} has connected already (pid {other.pid})", "kind": "ArgumentError"})
+            channel.write(
+                {"error": f"rank {member.rank} has connected already (pid {other.pid})", "kind": "ArgumentError"}
+            )
             raise ArgumentError(
                 f"making the communicator: two processes claim rank {member.rank}: pid {other.pid} and pid {member.pid}"
             )
@@ -265,14 +274,14 @@ class Meeting:
     def _answer(self) -> dict[str, Any]:
         try:
             message = self._channel.read(self._limit_s + _PATIENCE_S)
-        except socket.timeout:
+        except builtins.TimeoutError:
             raise TimeoutError(
                 f"rank {self._member.rank}: {self._root} did not answer within {self._limit_s + _PATIENCE_S:g} s"
             ) from None
         if not message:
             raise BrokenError(
-                f"rank {self._member.rank}: {self._root} closed the connection: its process has ended, or this root info "
-                "was used before",
+                f"rank {self._member.rank}: {self._root} closed the connection: its process has ended, or this root "
+                "info was used before",
                 HcclResult.E_TCP_CONNECT,
             )
         if "error" in message:

@@ -1,15 +1,15 @@
 """How does one rank carry out a collective? The task that a communicator puts on a stream.
 
 Order of events: the rank announces itself (header, progress word), waits until all have, compares the headers, does its
-epochs with waits between them where ranks really conflict, and leaves when nobody touches its buffers any more. One-shot
-operations do their local part first and need no second round. Nobody leaves before all have entered.
+epochs with waits between them where ranks really conflict, and leaves when nobody touches its buffers any more.
+One-shot operations do their local part first and need no second round. Nobody leaves before all have entered.
 
 `collective` is the latency of small operations: when nothing blocks it makes no generator and few objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from hccl.errors import DisagreementError
 from hccl.execute import Addresses, Binder
 from hccl.plan import Plan, describe_call
 from hccl.program import RECEIVE, SEND, Action, Epoch
-from hccl.reduce import reduce_operations
+from hccl.reduce import Operation, reduce_operations
 from hccl.types import ReduceOp
 from hccl.waiting import ProgressWait, RecordWait, TransferWait, TurnWait
 
@@ -75,13 +75,13 @@ def _guarded(comm: Communicator, turn: int, work: TaskGenerator) -> TaskGenerato
     comm.turn = turn + 1
 
 
-def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: Any) -> TaskGenerator:
+def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: tuple[Any, Any]) -> TaskGenerator:
     """Wait for earlier calls and, the first time, for the peers' records; then carry on."""
     if comm.turn != turn:
         yield TurnWait(comm, turn)
     if not comm.linked:
         yield from _guarded(comm, turn - 1, _link(comm, plan))
-    rest = collective(stream, comm, plan, *keep, turn)
+    rest = collective(stream, comm, plan, keep[0], keep[1], turn)
     if rest is not None:
         yield from rest
 
@@ -195,7 +195,7 @@ def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) 
         wait.finish()
 
 
-def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> list[Any]:
+def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> Iterable[Operation]:
     """Make the operations of epoch 0 when it stays within this rank's own memory."""
     own = (*plan.buffers, plan.scratch or comm.scratch_of(comm.rank, bank))
     operations = plan.binder(Addresses((own,) * comm.size), comm.view).operations(plan.program.epochs[0])

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: `run` for notebooks and unit tests, `init_all` for programs with one thread per device."""
+"""Ranks as threads of one process: `run` for notebooks and unit tests, `init_all` for one thread per device."""
 
 from __future__ import annotations
 

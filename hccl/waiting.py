@@ -27,7 +27,17 @@ _CIRCLE_S = 0.5  # a wait this long is suspicious; the circle must stand twice i
 class PeerWait(Wait):
     """A wait for other ranks of one communicator. `blocked` is what the record says while it lasts."""
 
-    __slots__ = ("_describe", "blocked", "comm", "marked", "next_circle", "next_look", "seen_circle", "started", "target")
+    __slots__ = (
+        "_describe",
+        "blocked",
+        "comm",
+        "marked",
+        "next_circle",
+        "next_look",
+        "seen_circle",
+        "started",
+        "target",
+    )
 
     def __init__(
         self, comm: Communicator, describe: Callable[[], str], blocked: int = rec.NOT_BLOCKED, target: int = 0
@@ -100,7 +110,9 @@ class PeerWait(Wait):
             raise BrokenError(f"{self.comm.me}: {self.call} was given up because {origin}", origin=origin)
         if state == rec.CLOSED and missing and peer in self.missing():
             origin = f"rank {peer} {record.last_words}"
-            raise BrokenError(f"{self.comm.me}: {self.call} waits for rank {peer}, which {record.last_words}", origin=origin)
+            raise BrokenError(
+                f"{self.comm.me}: {self.call} waits for rank {peer}, which {record.last_words}", origin=origin
+            )
 
     def _raise_gone(self, peer: int, gone: str) -> NoReturn:
         member = self.comm.link(peer).member

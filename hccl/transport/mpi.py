@@ -68,7 +68,7 @@ class MpiEngine:
                 self._shadows[source, key] = words
                 for message in self._early.pop((source, key), []):
                     _apply(words, message)
-        return Record(memoryview(words).cast("B"), int(words.ctypes.data), 0)
+        return Record(memoryview(words.data).cast("B"), int(words.ctypes.data), 0)
 
     def publish(self, peer: int, record: Record, key: int, first: int, count: int) -> None:
         """Send words of this rank's record to `peer`."""
@@ -107,7 +107,7 @@ class MpiEngine:
         return _Parts([self.comm.Irecv(part, peer, tag) for part in _parts(data)])
 
     def close(self) -> None:
-        """Let last words leave, then stop. The duplicated communicator is freed by MPI_Finalize (freeing is collective)."""
+        """Let last words leave, then stop. MPI_Finalize frees the duplicated communicator (freeing is collective)."""
         if self.closed:
             return
         limit = time.monotonic() + _FAREWELL_S
