@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,7 @@ from device import Device, Stream
 EMPTY_CALLS = 20_000
 SMALL_BYTES = (8, 1024)
 LATE_S = 30e-6  # so long the late rank stays away: enough for all others to come, too short for them to fall asleep
-LATE_CROWDED_S = 100e-6  # per rank, when ranks outnumber cores: then they come one after the other, and sleep
+CPU_CALLS = 300
 
 
 def empty_function(stream: Stream) -> None:
@@ -53,12 +53,19 @@ def measure_empty(rows: Rows) -> None:
 
 
 def stay_away() -> None:
-    """Let all other ranks arrive first; where they need this core for that, leave it to them."""
-    crowded = WORLD.size > len(os.sched_getaffinity(0))
-    end = time.perf_counter() + (LATE_CROWDED_S * WORLD.size if crowded else LATE_S)
+    """Let all other ranks arrive first."""
+    end = time.perf_counter() + LATE_S
     while time.perf_counter() < end:
-        if crowded:
-            os.sched_yield()
+        pass
+
+
+def cpu_seconds(call: Callable[[], None]) -> float:
+    """Return the processor time of one call on this rank, all threads, mean of many."""
+    WORLD.Barrier()
+    start = time.process_time()
+    for _ in range(CPU_CALLS):
+        call()
+    return (time.process_time() - start) / CPU_CALLS
 
 
 def measure_small(comm: hccl.Communicator, nbytes: int, config: dict[str, Any], rows: Rows) -> None:
@@ -67,7 +74,8 @@ def measure_small(comm: hccl.Communicator, nbytes: int, config: dict[str, Any], 
     The parts add up to rank 0's median: `scheduler` is an empty task on the same stream; `call` what a communicator of
     one rank takes beyond that (arguments, plan, task, virtual time, a copy); `exchange` what all ranks take beyond that
     when the others are there already (header, agreement, notification and the reduction, which NumPy alone does in
-    `reduction`); `waiting` the rest: the others are not there yet, or have the core.
+    `reduction`); `waiting` the rest. Where ranks outnumber cores, others that are there already have gone to sleep, so
+    the line between the last two is rank 0's processor time: `waiting` is then the time without a core.
     """
     count, rank, ranks = nbytes // 4, WORLD.rank, WORLD.size
     sent = np.full(count, rank + 1, np.float32)
@@ -86,7 +94,7 @@ def measure_small(comm: hccl.Communicator, nbytes: int, config: dict[str, Any], 
         stream.synchronize()
         stamps.append((queued - start, clock() - queued))
 
-    def late() -> None:
+    def plain() -> None:
         comm.all_reduce(x, out)
         stream.synchronize()
 
@@ -103,37 +111,48 @@ def measure_small(comm: hccl.Communicator, nbytes: int, config: dict[str, Any], 
         for other in operands[1:-1]:
             np.add(received, other, out=received)
 
+    def check() -> list[str]:
+        out.copy_from(np.zeros_like(sent))
+        received.fill(0)
+        plain()
+        WORLD.Allreduce(sent, received)
+        total = ranks * (ranks + 1) / 2
+        results = {"ours": out.numpy(), "mpi": received}
+        texts = [
+            f"{name} all_reduce: rank {rank}: {result.tolist()[:4]}…, not {total}"
+            for name, result in results.items()
+            if not np.all(result == total)
+        ]
+        return [text for some in WORLD.allgather(texts) for text in some]
+
     contenders = [
         Contender("all_reduce", all_reduce),
         Contender("mpi", lambda: WORLD.Allreduce(sent, received)),
-        Contender("late", late, stay_away if rank == 0 else None),
+        Contender("late", plain, stay_away if rank == 0 else None),
         Contender("solo", solo),
         Contender("empty", empty),
         Contender("reduction", reduction),
     ]
+    wrong = check()
     seconds = in_turns(contenders, config["rounds"], config["seconds"])
-    late()
-    WORLD.Allreduce(sent, received)
-    total = ranks * (ranks + 1) / 2
-    wrong = [
-        f"{name} all_reduce: rank {rank}: {result.tolist()[:4]}…, not {total}"
-        for name, result in (("ours", out.numpy()), ("mpi", received))
-        if not np.all(result == total)
-    ]
-    wrong = [text for texts in WORLD.allgather(wrong) for text in texts]
+    wrong += check()
     ours_median_s, ours_best_s = over_ranks(seconds["all_reduce"])
     peer_median_s, peer_best_s = over_ranks(seconds["mpi"])
     here = {name: median(values) for name, values in seconds.items()}
+    ours_cpu_s, peer_cpu_s = cpu_seconds(plain), cpu_seconds(lambda: WORLD.Allreduce(sent, received))
+    crowded = ranks > len(os.sched_getaffinity(0))
+    busy_s = ours_cpu_s if crowded else here["late"]
     parts = {
         "scheduler_s": here["empty"],
         "call_s": here["solo"] - here["empty"],
-        "exchange_s": here["late"] - here["solo"],
-        "waiting_s": here["all_reduce"] - here["late"],
+        "exchange_s": busy_s - here["solo"],
+        "waiting_s": here["all_reduce"] - busy_s,
     }
     row = {"part": "small_split", "op": "all_reduce", "ranks": ranks, "bytes": nbytes, "peer": "mpi"}
     row |= {"calls": len(seconds["all_reduce"]), "ours_median_s": ours_median_s, "ours_best_s": ours_best_s}
     row |= {"peer_median_s": peer_median_s, "peer_best_s": peer_best_s}
     row |= {"ratio_median": peer_median_s / ours_median_s, "ratio_best": peer_best_s / ours_best_s}
+    row |= {"ours_cpu_s": WORLD.allreduce(ours_cpu_s) / ranks, "peer_cpu_s": WORLD.allreduce(peer_cpu_s) / ranks}
     row |= {"rank0_median_s": here["all_reduce"], "host_call_s": median(queued for queued, _ in stamps)}
     row |= {"synchronize_s": median(rest for _, rest in stamps), **parts, "reduction_s": here["reduction"]}
     rows.add(**row, correct=not wrong, wrong=wrong)

@@ -196,10 +196,12 @@ def gloo(op: str, sent: np.ndarray, received: np.ndarray) -> Library:
     import torch.distributed as dist
 
     source, target = torch.from_numpy(sent), torch.from_numpy(received)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(target),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source),
-        "all_gather": lambda: dist.all_gather_into_tensor(target, source),
+        "reduce_scatter": lambda: reduce_scatter(target, source),
+        "all_gather": lambda: all_gather(target, source),
         "all_to_all": lambda: dist.all_to_all_single(target, source),
     }
     restore = (lambda: np.copyto(received, sent)) if op == "all_reduce" else (lambda: None)

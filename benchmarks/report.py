@@ -138,12 +138,13 @@ def _order(rows: list[Row], key: tuple[str, int, int]) -> tuple[int, int, int]:
 def split_table(rows: list[Row]) -> Table:
     """Small all_reduce: the totals, and where rank 0's time goes."""
     caption = (
-        "µs, medians. call, synchronize: time stamps around the two calls on rank 0. "
+        "µs, medians. cpu: processor time of a call, ours and MPI's, mean over all ranks. "
+        "call, synchronize: time stamps around the two calls on rank 0. "
         "The next four add up to both: an empty task; what a communicator of one rank takes beyond it; "
-        "what the exchange takes beyond that when all others are there already "
-        "(NumPy's reduction alone in brackets); waiting for the others and for a core."
+        "what the exchange takes beyond that when all others are there already (NumPy's reduction alone in brackets); "
+        "waiting. With more ranks than cores the last two are split by rank 0's processor time."
     )
-    columns = ["ranks", "size", "ours µs", "mpi µs", "mpi / ours", "call", "synchronize"]
+    columns = ["ranks", "size", "ours µs", "mpi µs", "mpi / ours", "cpu", "call", "synchronize"]
     columns += ["= scheduler", "+ call", "+ exchange", "+ waiting", "target"]
     table = make_table("all_reduce + synchronize, taken apart", caption, columns)
     for row in rows:
@@ -156,6 +157,7 @@ def split_table(rows: list[Row]) -> Table:
             seconds_text(row["ours_median_s"], row["ours_best_s"]),
             seconds_text(row["peer_median_s"], row["peer_best_s"]),
             ratio_text(row),
+            f"{row['ours_cpu_s'] * 1e6:.1f}, {row['peer_cpu_s'] * 1e6:.1f}",
             *texts,
             f"{row['waiting_s'] * 1e6:.1f}",
             verdict(row),

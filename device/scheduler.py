@@ -23,7 +23,8 @@ from device.stream import Stream
 from device.wait import Patience, Wait, wait_any
 
 _POLL_S = 0.001
-_POLLS_BEFORE_SLEEP = 50
+_LONGEST_POLL_S = 0.004
+_POLLS_BEFORE_SLEEP = 20
 
 
 class Scheduler:
@@ -203,28 +204,40 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------ daemon
     def _serve(self) -> None:
-        idle = 0
+        """Look for work that nobody drives. When others are seen to drive it, look less often."""
+        nap_s, seen, idle = _POLL_S, -1, 0
         while not self.closed:
+            time.sleep(nap_s)
+            done = sum(s._done for s in self._streams)
             if any(s._done != s._submitted for s in self._streams):
                 idle = 0
-                if self._wanted == 0 and self._lock.acquire(False):
+                if done != seen and nap_s < _LONGEST_POLL_S:
+                    nap_s *= 2  # it moves without us
+                elif self._wanted == 0 and self._lock.acquire(False):
+                    nap_s = _POLL_S
                     self._driver = threading.get_ident()
                     try:
                         self._context.run(self._drive_for_others)
                     finally:
                         self._driver = 0
                         self._lock.release()
-                time.sleep(_POLL_S)
+            elif done != seen:
+                idle = 0
+                nap_s = min(2 * nap_s, _LONGEST_POLL_S)
             elif idle < _POLLS_BEFORE_SLEEP:
                 idle += 1
-                time.sleep(_POLL_S)
             else:
-                self._bell.clear()
-                self.asleep = True
-                if not any(s._done != s._submitted for s in self._streams):
-                    self._bell.wait()
-                self.asleep = False
-                idle = 0
+                self._rest()
+                nap_s, idle = 0.0, 0
+            seen = done
+
+    def _rest(self) -> None:
+        """Sleep until somebody enqueues."""
+        self._bell.clear()
+        self.asleep = True
+        if not any(s._done != s._submitted for s in self._streams):
+            self._bell.wait()
+        self.asleep = False
 
     def _drive_for_others(self) -> None:
         while not self.closed and self._wanted == 0 and any(s._done != s._submitted for s in self._streams):

@@ -85,14 +85,21 @@ class Stream:
         """Number of tasks that are not finished."""
         return self._submitted - self._done
 
-    def enqueue(
-        self, fn: TaskFunction, *args: Any, owner: TaskOwner | None = None, turns: Iterator[int] | None = None
-    ) -> None:
+    def enqueue(self, fn: TaskFunction, *args: Any) -> None:
         """Append the task `fn(stream, *args)` and return at once.
+
+        Raises: the stream's sticky error; `ClosedError` when the device is closed.
+        """
+        self.enqueue_call(fn, args, None, None)
+
+    def enqueue_call(
+        self, fn: TaskFunction, args: tuple[Any, ...], owner: TaskOwner | None, turns: Iterator[int] | None
+    ) -> None:
+        """Append a task for a library that must know of it.
 
         owner: hears about it when the stream fails before the task ran. turns: a counter whose next number the task
         gets as its last argument; numbers of one counter rise along each stream even when several threads enqueue.
-        Raises: the stream's sticky error; `ClosedError` when the device is closed.
+        Raises: as `enqueue`.
         """
         if self.error is not None:
             raise self.error

@@ -90,7 +90,7 @@ def from_root_info(
         return comm
     except BaseException:
         if device is None:
-            npu._close(0.0, failed=True)
+            npu.abort()
         raise
 
 

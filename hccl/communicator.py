@@ -37,6 +37,7 @@ from hccl.types import OpCode, ReduceOp
 
 _PLANS = 256
 _FAREWELL_S = 5.0
+_SMALL_SCRATCH = 2048
 _BARRIER_COUNT = 8  # HCCL's barrier is an AllReduce of 8 float32 on private buffers
 
 Op = ReduceOp | str
@@ -112,7 +113,7 @@ class Communicator:
         self._records[rank] = self.record
         self._message_links = [self.link(p) for p in self.peers if not self.link(p).direct]
         self.poll: Callable[[], None] | None = self._message_links[0].poll if self._message_links else None
-        self._scratch = fabric.device.arena.malloc(2 * config.buffer_bytes, "scratch")
+        self._scratch = fabric.device.arena.malloc(2 * (config.buffer_bytes + _SMALL_SCRATCH), "scratch")
         self.record.q[rec.SCRATCH] = self._scratch.address
         self._announced: list[Plan | None] = [None, None]
         self._heads = [_head(self.record, 0), _head(self.record, 1)]
@@ -303,7 +304,7 @@ class Communicator:
         arrays = [x for _, x, _ in items]
         for kind, x, _ in items:
             _note_use(x._alloc, stream, writes=kind == "recv")
-        stream.enqueue(batch, self, others, own, arrays, owner=self, turns=self._turns)
+        stream.enqueue_call(batch, (self, others, own, arrays), self, self._turns)
         self._streams[stream.index] = stream
 
     # -------------------------------------------------------------------------------------------- sub-communicators
@@ -398,7 +399,7 @@ class Communicator:
         self._barrier = None
         if self._scratch.live:
             self.device.arena.free(self._scratch)
-        self._fabric.release()
+        self._fabric.release(failed=state == rec.FAILED)
 
     def _check_open(self, call: str) -> None:
         if self._state_text:
@@ -438,7 +439,7 @@ class Communicator:
     def _submit(self, plan: Plan, x: DeviceArray | None, out: DeviceArray, stream: Stream | None) -> DeviceArray:
         if stream is None:
             stream = self.device.default_stream
-        elif stream.device is not self.device:
+        elif stream.__class__ is not Stream or stream.device is not self.device:
             self._arguments.stream(plan.code.label, stream)
         if self._state_text or self.aborted is not None:
             self._check_open(plan.code.label)
@@ -451,7 +452,7 @@ class Communicator:
             if not source.live:
                 raise source.dead(f"{plan.code.label}: use after free")
             source.read_by(stream)
-        stream.enqueue(tasks.collective, self, plan, x, out, owner=self, turns=self._turns)
+        stream.enqueue_call(tasks.collective, (self, plan, x, out), self, self._turns)
         self._streams[stream.index] = stream
         return out
 
@@ -502,9 +503,20 @@ class Communicator:
         assert record is not None
         return _head(record, bank)[0]
 
-    def scratch_of(self, rank: int, bank: int) -> int:
-        """Address of the half of the CCL buffer of `rank` that calls of this bank use."""
-        return self.words(rank)[rec.SCRATCH] + bank * self.config.buffer_bytes
+    def buffers_of(self, rank: int, bank: int) -> memoryview:
+        """Where the buffers of the call of `rank` are."""
+        start = rec.BUFFERS + rec.BUFFERS_WORDS * bank
+        return self.words(rank)[start : start + rec.BUFFERS_WORDS]
+
+    def scratch_of(self, rank: int, bank: int, nbytes: int) -> int:
+        """Address of the part of the CCL buffer of `rank` that calls of this bank with so much scratch use.
+
+        The two parts for small calls lie on one page: when ranks take turns on a core, pages are what is short.
+        """
+        start = self.words(rank)[rec.SCRATCH]
+        if nbytes <= _SMALL_SCRATCH:
+            return start + bank * _SMALL_SCRATCH
+        return start + _SMALL_SCRATCH * 2 + bank * self.config.buffer_bytes
 
     def view(self, rank: int, address: int, nbytes: int) -> NDArray[np.uint8] | None:
         """Memory of `rank` in place."""
@@ -513,16 +525,18 @@ class Communicator:
     def announce(self, plan: Plan, bank: int, enter_s: float) -> None:
         """Write the header of a call and say that this rank has entered it."""
         head, times = self._heads[bank]
-        times[rec.H_ENTER] = enter_s
+        times[rec.C_ENTER] = enter_s
         if self._announced[bank] is not plan:
             self._announced[bank] = plan
-            head[rec.H_CALL : rec.H_ENTER] = plan.header
-            head[rec.H_PLAN] = plan.serial  # stands for the addresses
-            head[rec.H_IN], head[rec.H_OUT] = plan.buffers
-            head[rec.H_SCRATCH] = plan.scratch or 0
+            head[rec.C_CALL : rec.C_ENTER] = plan.header
+            head[rec.C_PLAN] = plan.serial  # stands for the addresses
+            where = self.buffers_of(self.rank, bank)
+            where[rec.B_IN], where[rec.B_OUT] = plan.buffers
+            where[rec.B_SCRATCH] = plan.scratch or 0
         if self._message_links:
-            head[rec.H_TAG] = self.next_tag()
-            self._publish(rec.HEADER + rec.HEADER_WORDS * bank, rec.H_TAG + 1)
+            self.buffers_of(self.rank, bank)[rec.B_TAG] = self.next_tag()
+            self._publish(rec.BUFFERS + rec.BUFFERS_WORDS * bank, rec.B_TAG + 1)
+            self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
         self.post(self.progress + 1)
 
     def post(self, progress: int) -> None:
@@ -568,7 +582,7 @@ class Communicator:
         if q[rec.BLOCKED] == rec.IN_COLLECTIVE:
             seq = q[rec.BLOCKED_SEQ]
             head = self.head_of(rank, seq & 1)
-            return f"{describe_call(head[rec.H_CALL], head[rec.H_COUNT])}, its collective #{seq}"
+            return f"{describe_call(head[rec.C_CALL], head[rec.C_COUNT])}, its collective #{seq}"
         line = rec.PEERS + rec.PEER_WORDS * peer
         theirs = rec.PEERS + rec.PEER_WORDS * rank
         if q[line + rec.L_POSTED] > self.words(peer)[theirs + rec.INCOMING + rec.L_DONE]:
@@ -623,8 +637,8 @@ class Communicator:
 
 
 def _head(record: Record, bank: int) -> tuple[memoryview, memoryview[float]]:
-    start = rec.HEADER + rec.HEADER_WORDS * bank
-    return record.q[start : start + rec.HEADER_WORDS], record.d[start : start + rec.HEADER_WORDS]
+    start = rec.CALL + rec.CALL_WORDS * bank
+    return record.q[start : start + rec.CALL_WORDS], record.d[start : start + rec.CALL_WORDS]
 
 
 def _note_use(allocation: Any, stream: Stream, writes: bool) -> None:

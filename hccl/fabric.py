@@ -53,8 +53,8 @@ class Fabric:
         with self._lock:
             self._users += 1
 
-    def release(self) -> None:
-        """One communicator less; the last one closes everything."""
+    def release(self, failed: bool = False) -> None:
+        """One communicator less; the last one closes everything, without waiting or complaint if it `failed`."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -66,4 +66,7 @@ class Fabric:
         if not self._threads:
             self.board.segment.close()
         if self._owns_device:
-            self.device.close()
+            if failed:
+                self.device.abort()
+            else:
+                self.device.close()

@@ -84,6 +84,7 @@ class Plan:
         self.row = row.tolist()  # exit of this rank = max over s of enter[s] + row[s]
         self.buffers = buffers
         self.scratch = None if scratch is None else scratch.address  # of scratch too large for the CCL buffer
+        self.scratch_bytes = schedule.n_scratch * geometry.chunk_bytes
         self._own_scratch = scratch
         self.header = memoryview(array("q", [self.call, count]))
         self.serial = next(_serials)

@@ -5,13 +5,14 @@ host, and between hosts the same lines travel as messages into a shadow copy. Al
 the offsets below count. A line that peers poll has its own 128 bytes, so that polling does not slow the neighbours
 down.
 
-    0     progress of collectives; 1: somebody sleeps on the word before me; 2: collectives that this rank has left
-    16    state, length of the last words, what this rank is blocked in, address of the scratch (CCL) buffer
-    32    call header of collectives, two banks of 16 words used in turn
+    0     progress of collectives; 1: somebody sleeps on the word before me
+    4     what is called, element count, virtual entry time, plan: two banks of 4 words used in turn
+    16    state, length of the last words, what this rank is blocked in, its scratch (CCL) buffer, collectives left
+    32    in, out and scratch addresses and message tag of the call: two banks of 16 words
     64    last words: the text of the error that this rank failed with (1 KiB of UTF-8)
     192   for each peer: a line for what is sent to it (16 words), a line for what is received from it (16 words)
 
-Two header banks are enough: nobody leaves operation n before all have entered it, so when a rank writes the header of
+Two banks are enough: nobody leaves operation n before all have entered it, so when a rank writes the header of
 n + 2 every peer has left n.
 """
 
@@ -25,14 +26,16 @@ import numpy as np
 from device.memory import Segment
 from device.wait import Futex
 
-PROGRESS, SLEEPER, COMPLETED = 0, 1, 2
-STATE, TEXT_BYTES, BLOCKED, BLOCKED_TARGET, BLOCKED_SEQ, SCRATCH = 16, 17, 18, 19, 20, 21
-HEADER, HEADER_WORDS = 32, 16
+PROGRESS, SLEEPER = 0, 1
+STATE, TEXT_BYTES, BLOCKED, BLOCKED_TARGET, BLOCKED_SEQ, SCRATCH, COMPLETED = 16, 17, 18, 19, 20, 21, 22
+CALL, CALL_WORDS = 4, 4
+BUFFERS, BUFFERS_WORDS = 32, 16
 TEXT, TEXT_CAPACITY = 64, 1024
 PEERS, PEER_WORDS, INCOMING = 192, 32, 16
 
-# words of a call header
-_, H_CALL, H_COUNT, H_ENTER, H_PLAN, H_IN, H_OUT, H_SCRATCH, H_TAG = range(9)
+# words of a call header: what is compared, and where the buffers are
+C_CALL, C_COUNT, C_ENTER, C_PLAN = range(4)
+B_IN, B_OUT, B_SCRATCH, B_TAG = range(4)
 # words of a send or receive line; those from DONE on exist in receive lines only
 L_POSTED, L_SLEEPER, L_CALL, L_COUNT, L_ENTER, L_ADDRESS, L_TAG = range(7)
 L_DONE, L_DONE_SLEEPER, L_MISMATCH, L_ENTERED = range(8, 12)

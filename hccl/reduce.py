@@ -16,11 +16,20 @@ from hccl.types import ReduceOp
 
 Operation = tuple[Callable[..., Any], tuple[Any, ...]]
 
-UFUNCS: dict[ReduceOp, np.ufunc] = {
+
+def _maximum(first: NDArray[Any], second: NDArray[Any], target: NDArray[Any]) -> None:
+    np.maximum(first, second, out=target)  # NumPy deprecates the third positional argument of these two
+
+
+def _minimum(first: NDArray[Any], second: NDArray[Any], target: NDArray[Any]) -> None:
+    np.minimum(first, second, out=target)
+
+
+COMBINE: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.PROD: np.multiply,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: _maximum,
+    ReduceOp.MIN: _minimum,
 }
 
 
@@ -31,15 +40,17 @@ def reduce_operations(
 
     `target` may be `sources[0]`; arrays are 1-D and of one length and type.
     """
-    ufunc = UFUNCS[op]
+    combine = COMBINE[op]
     if wide != target.dtype:
-        return [(_reduce_wide, (ufunc, target, tuple(sources), wide))]
+        return [(_reduce_wide, (combine, target, tuple(sources), wide))]
     first, second, *rest = sources
-    return [(ufunc, (first, second, target)), *((ufunc, (target, source, target)) for source in rest)]
+    return [(combine, (first, second, target)), *((combine, (target, source, target)) for source in rest)]
 
 
-def _reduce_wide(ufunc: np.ufunc, target: NDArray[Any], sources: tuple[NDArray[Any], ...], wide: np.dtype[Any]) -> None:
+def _reduce_wide(
+    combine: Callable[..., Any], target: NDArray[Any], sources: tuple[NDArray[Any], ...], wide: np.dtype[Any]
+) -> None:
     total = sources[0].astype(wide)
     for source in sources[1:]:
-        ufunc(total, source.astype(wide), total)
+        combine(total, source.astype(wide), total)
     target[...] = total  # rounds once

@@ -42,8 +42,9 @@ def collective(stream: Stream, comm: Communicator, plan: Plan, x: Any, out: Any,
         return _later(stream, comm, plan, turn, (x, out))
     try:
         base = _enter(stream, comm, plan)
+        target = base + 1
         for word in comm.peer_words:
-            if word[0] <= base and not poll(word, base + 1, comm.patience):
+            if word[0] < target and not poll(word, target, comm.patience):
                 return _guarded(comm, turn, _wait_and_go_on(stream, comm, plan, base, (x, out)))
         if not plan.straight:
             return _guarded(comm, turn, _epochs(stream, comm, plan, base, (x, out)))
@@ -116,11 +117,11 @@ def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float
     latest_s = stream.now_s
     exit_s = latest_s + row[comm.rank]
     for peer, head, times in comm.peer_heads[bank]:
-        if head[1] != call or head[2] != count:
+        if head[0] != call or head[1] != count:
             _disagree(comm, plan)
-        if head[4] != known[peer]:
-            plan.forget(bank, peer, head[4])
-        peer_s = times[3]
+        if head[3] != known[peer]:
+            plan.forget(bank, peer, head[3])
+        peer_s = times[2]
         if peer_s > latest_s:
             latest_s = peer_s
         peer_s += row[peer]
@@ -197,7 +198,7 @@ def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) 
 
 def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> Iterable[Operation]:
     """Make the operations of epoch 0 when it stays within this rank's own memory."""
-    own = (*plan.buffers, plan.scratch or comm.scratch_of(comm.rank, bank))
+    own = (*plan.buffers, plan.scratch or comm.scratch_of(comm.rank, bank, plan.scratch_bytes))
     operations = plan.binder(Addresses((own,) * comm.size), comm.view).operations(plan.program.epochs[0])
     plan.prologues[bank] = operations
     return operations
@@ -208,9 +209,9 @@ def _bind(comm: Communicator, plan: Plan) -> list[Any]:
     bank = comm.seq & 1
     buffers: list[tuple[int, int, int]] = []
     for rank in range(comm.size):
-        head = comm.head_of(rank, bank)
-        scratch = head[rec.H_SCRATCH] or comm.scratch_of(rank, bank)
-        buffers.append((head[rec.H_IN], head[rec.H_OUT], scratch))
+        where = comm.buffers_of(rank, bank)
+        scratch = where[rec.B_SCRATCH] or comm.scratch_of(rank, bank, plan.scratch_bytes)
+        buffers.append((where[rec.B_IN], where[rec.B_OUT], scratch))
     binder = plan.binder(Addresses(tuple(buffers)), comm.view)
     operations = [
         binder if any(a.kind for chain in epoch.chains for a in chain) else binder.operations(epoch)
@@ -224,8 +225,8 @@ def _disagree(comm: Communicator, plan: Plan) -> None:
     """Raise with all the calls that differ from this rank's."""
     others = []
     for peer, head, _ in comm.peer_heads[comm.seq & 1]:
-        if head[rec.H_CALL] != plan.call or head[rec.H_COUNT] != plan.count:
-            others.append(f"rank {peer} called {describe_call(head[rec.H_CALL], head[rec.H_COUNT])}")
+        if head[rec.C_CALL] != plan.call or head[rec.C_COUNT] != plan.count:
+            others.append(f"rank {peer} called {describe_call(head[rec.C_CALL], head[rec.C_COUNT])}")
     raise DisagreementError(
         f"{comm.me} called {describe_call(plan.call, plan.count)} as collective #{comm.seq} of {comm.name!r}, "
         f"but {', '.join(others)}"
@@ -244,7 +245,7 @@ def _messages(comm: Communicator, plan: Plan, binder: Binder, epoch: Epoch, bank
             data = binder.memory(action.source, nbytes)
             assert data is not None
             link = comm.link(action.target.rank)
-            sending.append((action, link.send(data, comm.head_of(comm.rank, bank)[rec.H_TAG])))
+            sending.append((action, link.send(data, comm.buffers_of(comm.rank, bank)[rec.B_TAG])))
             continue
         for earlier, transfer in sending:  # what is being sent must not change
             if earlier.source == action.target:
@@ -254,7 +255,7 @@ def _messages(comm: Communicator, plan: Plan, binder: Binder, epoch: Epoch, bank
         if action.kind == RECEIVE:
             arrived = np.empty(nbytes, np.uint8) if action.reduce else target
             peer = action.source.rank
-            tag = comm.head_of(peer, bank)[rec.H_TAG]
+            tag = comm.buffers_of(peer, bank)[rec.B_TAG]
             yield from _transfer(comm, plan, peer, comm.link(peer).receive(arrived, tag))
         else:
             source = binder.memory(action.source, nbytes)

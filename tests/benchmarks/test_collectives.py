@@ -75,6 +75,7 @@ def test_it_says_where_the_microseconds_go(tmp_path):
         assert 0 < row["ours_best_s"] <= row["ours_median_s"] <= row["ours_p99_s"]
     for row in rows[2:4]:
         assert row["correct"]
+        assert min(row["ours_cpu_s"], row["peer_cpu_s"]) > 0
         parts = row["scheduler_s"] + row["call_s"] + row["exchange_s"] + row["waiting_s"]
         assert parts == pytest.approx(row["rank0_median_s"])
     assert rows[4]["ratio_median"] == pytest.approx(rows[4]["peer_median_s"] / rows[4]["ours_median_s"])
