@@ -168,8 +168,10 @@ class _Round:
                 raise BrokenError(f"making the communicator: rank {rank} (pid {self.members[rank].pid}) went away")
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for channel in self.channels.values():
-            channel.write(message)
+        """Tell all; members of this process last, since it may end, and this thread with it, as soon as they know."""
+        here = os.getpid()
+        for rank in sorted(self.channels, key=lambda r: r in self.members and self.members[r].pid == here):
+            self.channels[rank].write(message)
 
 
 class _Channel:

@@ -197,7 +197,10 @@ class ProgressWait(PeerWait):
     __slots__ = ("_first", "_words", "peers", "targets")
 
     def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int], targets: list[int]) -> None:
-        super().__init__(comm, describe, rec.IN_COLLECTIVE, min(targets))
+        # Only who waits for others to enter can be part of a circle: once all are in, all get out by themselves. Progress
+        # words cannot tell whom a rank waits for later, so looking for circles then would find some that are not there.
+        entering = min(targets) == comm.progress + 1
+        super().__init__(comm, describe, rec.IN_COLLECTIVE if entering else rec.NOT_BLOCKED, min(targets))
         self.peers = peers
         self.targets = targets
         self._words = [comm.words(peer) for peer in peers]

@@ -602,11 +602,11 @@ def zeros(comm, *shape, dtype="float32"):
 
 
 WRONG = {
-    "all_reduce: out must be a DeviceArray, got ndarray; copy it to the device first": lambda c: c.all_reduce(
+    "all_reduce: x must be a DeviceArray, got ndarray; copy it to the device first": lambda c: c.all_reduce(
         np.ones(3)
     ),
     "all_reduce: x must be a DeviceArray, got list": lambda c: c.all_reduce([1.0], zeros(c, 1)),
-    "all_reduce: out of shape (4, 2) is not contiguous": lambda c: c.all_reduce(zeros(c, 4, 4)[:, ::2]),
+    "all_reduce: x of shape (4, 2) is not contiguous": lambda c: c.all_reduce(zeros(c, 4, 4)[:, ::2]),
     "all_reduce: x is float32, out is int32": lambda c: c.all_reduce(zeros(c, 4), zeros(c, 4, dtype="int32")),
     "all_reduce: x of shape (4,) on 2 ranks needs 4 elements in out, got 5": lambda c: c.all_reduce(
         zeros(c, 4), zeros(c, 5)
