@@ -6,6 +6,7 @@ algorithms: `build`, `hccl.verify`, `hccl.simulate`, `hccl.topology`. Heavy part
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ _HOME = {
     ),
 }
 
+_MODULES = ("algorithms", "collectives", "errors", "render", "schedule", "simulate", "topology", "types", "verify")
+
 __all__ = [
     "ArgumentError",
     "BrokenError",
@@ -77,11 +80,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: launch.py's shim and the schedule tools need little of this."""
     if name in _HOME:
-        import importlib
-
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name in _MODULES:
+        return importlib.import_module(f"hccl.{name}")
     if name in ("capi", "manage", "split", "scaling") or name.startswith("Hccl"):
         raise AttributeError(f"hccl.{name} is not built yet")
     raise AttributeError(f"module 'hccl' has no attribute {name!r}")

@@ -133,8 +133,10 @@ def init(
         engine=start.engine,
         device_options=options,
     )
-    if timeline.enabled and start.launcher is not None:
-        _send_trace_at_close(comm, start.launcher)
+    if start.launcher is not None:
+        comm._fabric.reporter = start.launcher.report
+        if timeline.enabled:
+            _send_trace_at_close(comm, start.launcher)
     return comm
 
 
@@ -189,7 +191,7 @@ class _Start:
             launcher.put(key, info)
             return info
         try:
-            return launcher.get(key, Config.from_environment().connect_timeout_s)
+            return launcher.get(key, Config.from_environment().connect_timeout_s, source=0)
         except launched.LauncherError as error:
             raise BrokenError(f"rank {self.rank}: the root info of rank 0 did not come: {error}") from error
 

@@ -7,6 +7,7 @@ calls, whatever streams they are put on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import zlib
@@ -80,7 +81,6 @@ class Communicator:
         self.config = config
         self._fabric = fabric
         self._members = tuple(members)
-        self._key = rec.key_of(name)
         self.patience = patience
         self._state_text = ""
         self._group: list[tuple[str, DeviceArray, int]] | None = None
@@ -95,6 +95,7 @@ class Communicator:
         self._turns = itertools.count()
         self._tags = 0
         # ---- what tasks use
+        self.entered_wall_s = 0.0
         self.aborted: HcclError | None = None
         self.turn = 0
         self.seq = 0
@@ -106,9 +107,10 @@ class Communicator:
         self.sent_numbers: dict[int, int] = {}
         self.received_numbers: dict[int, int] = {}
         try:
-            self.record: Record = fabric.board.open(self._key, self.size)
+            self._key = fabric.open_name(name, self._members)
         except KeyError:
             raise ArgumentError(f"rank {rank}: a communicator named {name!r} exists already on this device") from None
+        self.record: Record = fabric.board.open(self._key, self.size)
         self._records: list[Record | None] = [None] * self.size
         self._records[rank] = self.record
         self._message_links = [self.link(p) for p in self.peers if not self.link(p).direct]
@@ -395,6 +397,7 @@ class Communicator:
         self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
         self._progress_futex.wake()
         self._fabric.board.close(self._key, self.size)
+        self._fabric.close_name(self.name)
         self._plans.clear()
         self._barrier = None
         if self._scratch.live:
@@ -569,6 +572,13 @@ class Communicator:
         if value < target:
             futex.wait(value, min(timeout_s, 50e-6) if self._message_links else timeout_s)
 
+    def report(self, kind: str, text: str) -> None:
+        """Tell the launcher, if there is one, what this rank does; it shows that when the run fails or hangs."""
+        reporter = self._fabric.reporter
+        if reporter is not None:
+            with contextlib.suppress(RuntimeError):  # a launcher that has gone needs no report
+                reporter(kind, f"{text} on {self.name!r}")
+
     def mark_blocked(self, kind: int, target: int) -> None:
         """Say in the record what kind of call this rank is stuck in."""
         self.record.q[rec.BLOCKED_SEQ] = self.seq
@@ -616,12 +626,17 @@ class Communicator:
             cost = self._costs[peer, sends] = (float(self.topology.alpha(*pair)), float(self.topology.beta(*pair)))
         return cost
 
+    def look_at_clock(self, stream: Stream) -> None:
+        """Note when a call begins in wall time, if anybody will look at it."""
+        if stream.device.timeline.enabled:
+            self.entered_wall_s = time.perf_counter()
+
     def draw(self, stream: Stream, name: str, enter_s: float, latest_s: float, exit_s: float) -> None:
         """Put a finished call on the timeline: waiting for the last rank, then the operation."""
         timeline = self.device.timeline
         if latest_s > enter_s:
             timeline.add(stream, f"wait: {name}", "wait", enter_s, latest_s)
-        timeline.add(stream, name, "communication", latest_s, exit_s)
+        timeline.add(stream, name, "communication", latest_s, exit_s, self.entered_wall_s, time.perf_counter())
 
     def _futex(self, peer: int, word: int) -> Futex:
         futex = self._futexes.get((peer, word))

@@ -7,11 +7,11 @@ opens a record on its own board, the others find it there at the first call. The
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from device import Device
-from hccl.record import Board
+from hccl.record import Board, key_of
 from hccl.transport import Link, Member
 
 
@@ -39,14 +39,34 @@ class Fabric:
         self.links = list(links)
         self.domains = domains([link.member for link in links])
         self.engine = engine  # of message links, None when all peers share memory
+        self.reporter: Callable[[str, str], None] | None = None  # takes (kind, text) to the launcher
         self._owns_device = owns_device
         self._threads = threads  # peers of this process still read the board: it goes with the last of them
         self._users = 0
+        self._names: set[str] = set()  # of open communicators
+        self._openings: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
 
     def member(self, rank: int) -> Member:
         """What world rank `rank` told about itself."""
         return self.links[rank].member
+
+    def open_name(self, name: str, members: tuple[int, ...]) -> int:
+        """Return the key for the next communicator of this name and these members. Raises KeyError while one is open.
+
+        All members open it equally often, so counting keeps who opens a name again away from its peers' old records.
+        """
+        with self._lock:
+            if name in self._names:
+                raise KeyError(name)
+            self._names.add(name)
+            number = self._openings[name, members] = self._openings.get((name, members), 0) + 1
+        return key_of(f"{name} #{number} of {members}")
+
+    def close_name(self, name: str) -> None:
+        """Let the name be used again."""
+        with self._lock:
+            self._names.discard(name)
 
     def retain(self) -> None:
         """One more communicator uses this fabric."""

@@ -77,6 +77,7 @@ def batch(
         yield TurnWait(comm, turn)
     try:
         yield from _link(comm, items)
+        comm.look_at_clock(stream)
         enter_s = stream.now_s
         for send, receive in own:
             np.copyto(receive.data, send.data)

@@ -96,6 +96,8 @@ def _wait_and_go_on(stream: Stream, comm: Communicator, plan: Plan, base: int, k
 # --------------------------------------------------------------------------------------------------------- the parts
 def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
     """Do the local part if it comes first, announce the call; return the progress before it."""
+    if stream.device.timeline.enabled:
+        comm.look_at_clock(stream)
     comm.seq = seq = comm.seq + 1
     bank = seq & 1
     if plan.first:

@@ -18,7 +18,6 @@ complete, in the promised order).
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -385,6 +384,7 @@ def cases(op: str | None = None, algo: str | None = None, max_ranks: int | None 
 def main(argv: Sequence[str] | None = None) -> int:
     """Verify from the command line: status 0; 1 and the first broken rule on stderr; 2 for wrong arguments."""
     import argparse
+    import time
 
     parser = argparse.ArgumentParser(prog="python -m hccl.verify", description="Prove the schedules of collectives.")
     parser.add_argument("--op", choices=list(COLLECTIVES), help="one collective only")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hccl.transport import Transfer
 
 _LOOK_S = 0.02  # liveness of peers is looked at this often
+_REPORT_S = 1.0  # so long a wait is worth telling the launcher
 _CIRCLE_S = 0.5  # a wait this long is suspicious; the circle must stand twice in a row
 
 
@@ -34,6 +35,7 @@ class PeerWait(Wait):
         "marked",
         "next_circle",
         "next_look",
+        "reported",
         "seen_circle",
         "started",
         "target",
@@ -48,6 +50,7 @@ class PeerWait(Wait):
         self.target = target
         self.started = 0.0  # until the first check: most waits are over before
         self.marked = False
+        self.reported = False
 
     @property
     def call(self) -> str:
@@ -66,6 +69,8 @@ class PeerWait(Wait):
         if self.marked:
             self.marked = False
             self.comm.mark_blocked(rec.NOT_BLOCKED, 0)
+        if self.reported:
+            self.comm.report("waits for", "nothing any more")
 
     def check(self) -> None:
         comm = self.comm
@@ -83,6 +88,9 @@ class PeerWait(Wait):
             self.next_look = now + _LOOK_S
             self.next_circle = now + _CIRCLE_S
             self.seen_circle: list[int] = []
+        if not self.reported and now - self.started > _REPORT_S:
+            self.reported = True
+            comm.report("waits for", self.describe())
         if now < self.next_look:
             return
         self.next_look = now + _LOOK_S
@@ -197,8 +205,8 @@ class ProgressWait(PeerWait):
     __slots__ = ("_first", "_words", "peers", "targets")
 
     def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int], targets: list[int]) -> None:
-        # Only who waits for others to enter can be part of a circle: once all are in, all get out by themselves. Progress
-        # words cannot tell whom a rank waits for later, so looking for circles then would find some that are not there.
+        # Only who waits for others to enter can be part of a circle: once all are in, all get out by themselves. Whom
+        # they wait for then is not in the progress words: looking for circles would find some that are not there.
         entering = min(targets) == comm.progress + 1
         super().__init__(comm, describe, rec.IN_COLLECTIVE if entering else rec.NOT_BLOCKED, min(targets))
         self.peers = peers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def host_id() -> str:
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
-            parts.append(os.readlink(path) if "ns" in path else open(path).read().strip())  # noqa: SIM115
+            parts.append(os.readlink(path) if "ns" in path else Path(path).read_text().strip())
         except OSError:
             parts.append(os.uname().nodename)
     return "/".join(parts)
