@@ -228,7 +228,7 @@ class Scheduler:
                 idle += 1
             else:
                 self._rest()
-                nap_s, idle = 0.0, 0
+                nap_s, idle = _POLL_S, 0
             seen = done
 
     def _rest(self) -> None:
