@@ -50,6 +50,7 @@ class Arguments:
     # ------------------------------------------------------------------------------------------------------ pieces
     def array(self, call: str, name: str, x: Any) -> DType:
         """Check that `x` is a live contiguous array on this rank's device, of a type that HCCL moves."""
+        self.comm._check_open(call)
         if not isinstance(x, DeviceArray):
             hint = "; copy it to the device first: comm.device.array(x)" if hasattr(x, "__array__") else ""
             raise ArgumentError(self._say(call, f"{name} must be a DeviceArray, got {type(x).__name__}{hint}"))

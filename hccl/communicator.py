@@ -25,7 +25,7 @@ from hccl import record as rec
 from hccl import tasks
 from hccl.arguments import Arguments
 from hccl.config import Config
-from hccl.errors import ArgumentError, BrokenError, ClosedError, HcclError, UnsupportedError
+from hccl.errors import ArgumentError, BrokenError, ClosedError, DisagreementError, HcclError, UnsupportedError
 from hccl.fabric import Fabric
 from hccl.p2p import batch, pair_own
 from hccl.plan import Plan, Tally, describe_call
@@ -95,6 +95,7 @@ class Communicator:
         self._turns = itertools.count()
         self._tags = 0
         # ---- what tasks use
+        self.tracing = self.device.timeline.enabled
         self.entered_wall_s = 0.0
         self.aborted: HcclError | None = None
         self.turn = 0
@@ -111,6 +112,7 @@ class Communicator:
         except KeyError:
             raise ArgumentError(f"rank {rank}: a communicator named {name!r} exists already on this device") from None
         self.record: Record = fabric.board.open(self._key, self.size)
+        self.own = self.record.q
         self._records: list[Record | None] = [None] * self.size
         self._records[rank] = self.record
         self._message_links = [self.link(p) for p in self.peers if not self.link(p).direct]
@@ -177,8 +179,7 @@ class Communicator:
         x, out: any equal shape and type. Without `out` the result replaces `x`. Returns the array of the result once
         queued.
         """
-        target = x if out is None else out
-        return self._submit(self._cached(OpCode.ALL_REDUCE, x, target, op, 0), x, target, stream)
+        return self._call(OpCode.ALL_REDUCE, x, x if out is None else out, op, 0, stream)
 
     def reduce(
         self, x: DeviceArray, root: int, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
@@ -190,13 +191,12 @@ class Communicator:
         if out is None:
             self._arguments.array("reduce", "x", x)
             out = self.device.empty(x.shape, x.dtype)
-        plan = self._cached(OpCode.REDUCE, x, out, op, root)
-        self._submit(plan, x, out, stream)
+        self._call(OpCode.REDUCE, x, out, op, root, stream)
         return out if self.rank == root else None
 
     def broadcast(self, x: DeviceArray, root: int, stream: Stream | None = None) -> DeviceArray:
         """Copy `x` of `root` into `x` of every rank. Returns `x` once queued."""
-        return self._submit(self._cached(OpCode.BROADCAST, x, x, None, root), x, x, stream)
+        return self._call(OpCode.BROADCAST, x, x, None, root, stream)
 
     def all_gather(self, x: DeviceArray, out: DeviceArray | None = None, stream: Stream | None = None) -> DeviceArray:
         """Concatenate `x` of all ranks in rank order: (n, …) gives (size·n, …), on every rank.
@@ -205,7 +205,7 @@ class Communicator:
         """
         if out is None:
             out = self._arguments.gathered("all_gather", x)
-        return self._submit(self._cached(OpCode.ALL_GATHER, x, out, None, 0), x, out, stream)
+        return self._call(OpCode.ALL_GATHER, x, out, None, 0, stream)
 
     def reduce_scatter(
         self, x: DeviceArray, out: DeviceArray | None = None, op: Op = "sum", stream: Stream | None = None
@@ -216,7 +216,7 @@ class Communicator:
         """
         if out is None:
             out = self._arguments.part("reduce_scatter", x)
-        return self._submit(self._cached(OpCode.REDUCE_SCATTER, x, out, op, 0), x, out, stream)
+        return self._call(OpCode.REDUCE_SCATTER, x, out, op, 0, stream)
 
     def scatter(
         self, x: DeviceArray | None, root: int, out: DeviceArray | None = None, stream: Stream | None = None
@@ -230,21 +230,21 @@ class Communicator:
             raise ArgumentError(f"{self.me}: scatter from rank {root} needs out here, an array of one part")
         else:
             x = None
-        return self._submit(self._cached(OpCode.SCATTER, x, out, None, root), x, out, stream)
+        return self._call(OpCode.SCATTER, x, out, None, root, stream)
 
     def all_to_all(self, x: DeviceArray, out: DeviceArray | None = None, stream: Stream | None = None) -> DeviceArray:
         """Give part s of `x` of rank r to rank s, as its part r: (size·n, …) gives (size·n, …). Not in place."""
         if out is None:
             self._arguments.part_count("all_to_all", x)
             out = self.device.empty(x.shape, x.dtype)
-        return self._submit(self._cached(OpCode.ALL_TO_ALL, x, out, None, 0), x, out, stream)
+        return self._call(OpCode.ALL_TO_ALL, x, out, None, 0, stream)
 
     def barrier(self, stream: Stream | None = None) -> None:
         """Let work after it on this stream start only when all ranks have come here. Returns once queued."""
         if self._barrier is None:
+            self._check_open("barrier")
             self._barrier = self.device.zeros((_BARRIER_COUNT,), "float32")
-        plan = self._cached(OpCode.BARRIER, self._barrier, self._barrier, "sum", 0)
-        self._submit(plan, self._barrier, self._barrier, stream)
+        self._call(OpCode.BARRIER, self._barrier, self._barrier, "sum", 0, stream)
 
     def all_gather_v(self, *args: Any, **kwargs: Any) -> DeviceArray:
         """Not there yet; raises `UnsupportedError`."""
@@ -393,9 +393,7 @@ class Communicator:
 
     def _leave(self, state: int, text: str) -> None:
         self._state_text = "closed" if state == rec.CLOSED else "aborted"
-        self.record.say_last_words(state, text)
-        self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
-        self._progress_futex.wake()
+        self._say_last_words(state, text)
         self._fabric.board.close(self._key, self.size)
         self._fabric.close_name(self.name)
         self._plans.clear()
@@ -411,22 +409,59 @@ class Communicator:
             raise self.aborted
 
     # ---------------------------------------------------------------------------------------------------------- submit
-    def _cached(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
-        """The plan of a call: the one `out` took last, one of this shape, or a new one (which checks the arguments)."""
+    def _call(
+        self,
+        code: OpCode,
+        x: DeviceArray | None,
+        out: DeviceArray,
+        op: Op | None,
+        root: int,
+        stream: Stream | None,
+    ) -> DeviceArray:
+        """Queue a collective with the plan that `out` took last, one of this shape, or a new one; return `out`.
+
+        The part of a small operation's latency that is ours: repeated calls go through without a lookup.
+        """
+        sig = None if x is None else getattr(x, "_sig", None)
+        last = getattr(out, "_last_call", None)
+        if (
+            last is not None
+            and last[0] is self
+            and last[1] is code
+            and last[2] is sig
+            and last[3] is op
+            and last[4] == root
+        ):
+            plan: Plan = last[5]
+        else:
+            plan = self._find_plan(code, x, out, op, root)
+            out._last_call = (self, code, sig, op, root, plan)
+        if stream is None:
+            stream = self.device.default_stream
+        elif stream.device is not self.device:
+            self._arguments.stream(code.label, stream)
+        if self.aborted is not None or self._state_text:
+            self._check_open(code.label)
+        target = out._alloc
+        if not target.live:
+            raise target.dead(f"{code.label}: use after free")
+        target.written_by(stream)
+        if x is not out and x is not None:
+            source = x._alloc
+            if not source.live:
+                raise source.dead(f"{code.label}: use after free")
+            source.read_by(stream)
+        stream.enqueue_call(tasks.collective, (self, plan, x, out), self, self._turns)
+        self._streams[stream.index] = stream
+        return out
+
+    def _find_plan(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
+        """Look up the plan of a call shape; check the arguments and make one when there is none."""
         try:
-            sig = None if x is None else x._sig
-            last = out._last_call
-            if last is not None and last[0] is self and last[1] is code and last[2] is sig and last[3] is op:
-                plan: Plan = last[4]
-                if plan.root == root:
-                    return plan
-            found = self._plans.get((code.value, sig, out._sig, op, root))
+            plan = self._plans.get((code.value, None if x is None else x._sig, out._sig, op, root))
         except (AttributeError, TypeError):
-            found = None  # an argument is of the wrong kind: said below
-        if found is None:
-            found = self._plan(code, x, out, op, root)
-        out._last_call = (self, code, sig, op, found)
-        return found
+            plan = None  # an argument is of the wrong kind: said by the checks
+        return plan or self._plan(code, x, out, op, root)
 
     def _plan(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:
         """Check the arguments and work out the call shape."""
@@ -438,26 +473,6 @@ class Communicator:
             self._plans.pop(next(iter(self._plans)))
         self._plans[code.value, None if x is None else x._sig, out._sig, op, root] = plan
         return plan
-
-    def _submit(self, plan: Plan, x: DeviceArray | None, out: DeviceArray, stream: Stream | None) -> DeviceArray:
-        if stream is None:
-            stream = self.device.default_stream
-        elif stream.__class__ is not Stream or stream.device is not self.device:
-            self._arguments.stream(plan.code.label, stream)
-        if self._state_text or self.aborted is not None:
-            self._check_open(plan.code.label)
-        target = out._alloc
-        if not target.live:
-            raise target.dead(f"{plan.code.label}: use after free")
-        target.written_by(stream)
-        if x is not out and x is not None:
-            source = x._alloc
-            if not source.live:
-                raise source.dead(f"{plan.code.label}: use after free")
-            source.read_by(stream)
-        stream.enqueue_call(tasks.collective, (self, plan, x, out), self, self._turns)
-        self._streams[stream.index] = stream
-        return out
 
     def task_dropped(self, error: BaseException) -> None:
         """A stream failed before one of this communicator's calls: peers must not wait for it."""
@@ -525,7 +540,7 @@ class Communicator:
         """Memory of `rank` in place."""
         return self.link(rank).view(address, nbytes)
 
-    def announce(self, plan: Plan, bank: int, enter_s: float) -> None:
+    def announce(self, plan: Plan, bank: int, enter_s: float, progress: int) -> None:
         """Write the header of a call and say that this rank has entered it."""
         head, times = self._heads[bank]
         times[rec.C_ENTER] = enter_s
@@ -540,14 +555,14 @@ class Communicator:
             self.buffers_of(self.rank, bank)[rec.B_TAG] = self.next_tag()
             self._publish(rec.BUFFERS + rec.BUFFERS_WORDS * bank, rec.B_TAG + 1)
             self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
-        self.post(self.progress + 1)
+        self.post(progress)
 
     def post(self, progress: int) -> None:
         """Tell the peers how far this rank is with its collectives."""
-        q = self.record.q
-        q[0] = progress
-        if q[1]:
-            q[1] = 0
+        own = self.own
+        own[0] = progress
+        if own[1]:
+            own[1] = 0
             self._progress_futex.wake()
         if self._message_links:
             self._publish(rec.PROGRESS, 1)
@@ -605,9 +620,20 @@ class Communicator:
         if self.aborted is None and not self._state_text:
             self.aborted = error if isinstance(error, HcclError) else BrokenError(f"{self.me}: {error}")
             origin = getattr(error, "origin", None)
-            self.record.say_last_words(rec.FAILED, f"@{origin}" if origin else str(error) or type(error).__name__)
-            self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
-            self._progress_futex.wake()
+            self._say_last_words(rec.FAILED, f"@{origin}" if origin else str(error) or type(error).__name__)
+
+    def _say_last_words(self, state: int, text: str) -> None:
+        """Tell the peers that this rank is out of it, and take back calls that they have not entered yet.
+
+        Who enters later must not use buffers that may be gone. Only where calls differ they stay: peers print them.
+        """
+        self.record.say_last_words(state, text)
+        self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
+        if state == rec.FAILED and not isinstance(self.aborted, DisagreementError):
+            for bank, (head, _) in enumerate(self._heads):
+                head[rec.C_CALL], head[rec.C_PLAN] = 0, -1
+                self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
+        self._progress_futex.wake()
 
     def next_tag(self) -> int:
         """A message tag that this rank does not use for anything else under way (tags 2 … 2²⁰)."""
@@ -626,10 +652,9 @@ class Communicator:
             cost = self._costs[peer, sends] = (float(self.topology.alpha(*pair)), float(self.topology.beta(*pair)))
         return cost
 
-    def look_at_clock(self, stream: Stream) -> None:
-        """Note when a call begins in wall time, if anybody will look at it."""
-        if stream.device.timeline.enabled:
-            self.entered_wall_s = time.perf_counter()
+    def look_at_clock(self) -> None:
+        """Note when a call begins in wall time."""
+        self.entered_wall_s = time.perf_counter()
 
     def draw(self, stream: Stream, name: str, enter_s: float, latest_s: float, exit_s: float) -> None:
         """Put a finished call on the timeline: waiting for the last rank, then the operation."""

@@ -77,7 +77,7 @@ def batch(
         yield TurnWait(comm, turn)
     try:
         yield from _link(comm, items)
-        comm.look_at_clock(stream)
+        comm.look_at_clock()
         enter_s = stream.now_s
         for send, receive in own:
             np.copyto(receive.data, send.data)
@@ -110,7 +110,7 @@ def batch(
         stream.now_s = exit_s
         stream.wait_s += latest_s - enter_s
         stream.comm_s += exit_s - latest_s
-        if stream.device.timeline.enabled:
+        if comm.tracing:
             name = items[0].describe() if len(items) == 1 else f"batch_send_recv of {len(items) + 2 * len(own)}"
             comm.draw(stream, name, enter_s, latest_s, exit_s)
     except Exception as error:

@@ -28,6 +28,7 @@ from hccl.types import HcclResult
 ROOT_INFO_BYTES = 4108  # HCCL_ROOT_INFO_BYTES of hccl_types.h
 _MAGIC = b"HCCLEMU1"
 _FORMAT = struct.Struct("<8s16sH64s128s")  # magic, token, port, address, name of the communicator
+_HELLO_S = 1.0  # for a latecomer to show its token
 _PATIENCE_S = 5.0  # members wait this much longer than the root, so that the root's better message arrives
 
 
@@ -99,7 +100,9 @@ class _Round:
                 raise BrokenError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
             self._tell({"go": True})
         except HcclError as error:
-            self._tell({"error": str(error), "kind": type(error).__name__})
+            message = {"error": str(error), "kind": type(error).__name__}
+            self._tell(message)
+            self._tell_latecomers(message)
         except OSError:
             pass  # the listener was closed under us: the process ends
         finally:
@@ -172,6 +175,17 @@ class _Round:
         here = os.getpid()
         for rank in sorted(self.channels, key=lambda r: r in self.members and self.members[r].pid == here):
             self.channels[rank].write(message)
+
+    def _tell_latecomers(self, message: dict[str, Any]) -> None:
+        """Members that come after the round has failed shall hear why; the limit runs once more."""
+        end = time.monotonic() + self.limit_s
+        while time.monotonic() < end:
+            self.listener.settimeout(max(0.01, end - time.monotonic()))
+            with contextlib.suppress(socket.timeout):
+                channel = _Channel(self.listener.accept()[0])
+                if channel.read(_HELLO_S).get("token") == self.token.hex():
+                    channel.write(message)
+                channel.close()
 
 
 class _Channel:

@@ -96,33 +96,33 @@ def _wait_and_go_on(stream: Stream, comm: Communicator, plan: Plan, base: int, k
 # --------------------------------------------------------------------------------------------------------- the parts
 def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
     """Do the local part if it comes first, announce the call; return the progress before it."""
-    if stream.device.timeline.enabled:
-        comm.look_at_clock(stream)
+    if comm.tracing:
+        comm.look_at_clock()
     comm.seq = seq = comm.seq + 1
     bank = seq & 1
     if plan.first:
         for function, arguments in plan.prologues[bank] or _bind_prologue(comm, plan, bank):
             function(*arguments)
-    comm.announce(plan, bank, stream.now_s)
-    return comm.progress
+    base = comm.progress
+    comm.announce(plan, bank, stream.now_s, base + 1)
+    return base
 
 
 def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float]:
     """Compare all headers; return the virtual times of the last entry and of this rank's exit.
 
-    Operations that were made for other addresses than the peers now have are forgotten on the way.
+    A plan that a peer called with this plan before means the same call and the same buffers, so the number of the plan
+    is all that has to be compared then.
     """
     if fence is not None:
         fence()
-    call, count, row, bank = plan.call, plan.count, plan.row, comm.seq & 1
-    known = plan.known[bank]
+    bank = comm.seq & 1
+    known, row = plan.known[bank], plan.row
     latest_s = stream.now_s
     exit_s = latest_s + row[comm.rank]
     for peer, head, times in comm.peer_heads[bank]:
-        if head[0] != call or head[1] != count:
-            _disagree(comm, plan)
         if head[3] != known[peer]:
-            plan.forget(bank, peer, head[3])
+            _meet(comm, plan, peer, head)
         peer_s = times[2]
         if peer_s > latest_s:
             latest_s = peer_s
@@ -132,17 +132,24 @@ def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float
     return latest_s, exit_s
 
 
+def _meet(comm: Communicator, plan: Plan, peer: int, head: memoryview) -> None:
+    """Compare the call of a peer whose plan was not met before; drop operations made for its earlier buffers."""
+    if head[rec.C_CALL] != plan.call or head[rec.C_COUNT] != plan.count:
+        _disagree(comm, plan)
+    plan.forget(comm.seq & 1, peer, head[rec.C_PLAN])
+
+
 def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float]) -> None:
     """Keep the books."""
     latest_s, exit_s = times
     enter_s = stream.now_s
     comm.progress = base + plan.steps
-    comm.record.q[rec.COMPLETED] = comm.seq
+    comm.own[rec.COMPLETED] = comm.seq
     stream.now_s = exit_s
     stream.wait_s += latest_s - enter_s
     stream.comm_s += exit_s - latest_s
     plan.tally.calls += 1
-    if stream.device.timeline.enabled:
+    if comm.tracing:
         comm.draw(stream, plan.describe(comm.seq), enter_s, latest_s, exit_s)
 
 
@@ -227,8 +234,10 @@ def _disagree(comm: Communicator, plan: Plan) -> None:
     """Raise with all the calls that differ from this rank's."""
     others = []
     for peer, head, _ in comm.peer_heads[comm.seq & 1]:
-        if head[rec.C_CALL] != plan.call or head[rec.C_COUNT] != plan.count:
+        if head[rec.C_CALL] and (head[rec.C_CALL] != plan.call or head[rec.C_COUNT] != plan.count):
             others.append(f"rank {peer} called {describe_call(head[rec.C_CALL], head[rec.C_COUNT])}")
+    if not others:  # a peer that failed after it had entered has taken its call back
+        ProgressWait(comm, partial(plan.describe, comm.seq), comm.peers, [0] * len(comm.peers)).check()
     raise DisagreementError(
         f"{comm.me} called {describe_call(plan.call, plan.count)} as collective #{comm.seq} of {comm.name!r}, "
         f"but {', '.join(others)}"

@@ -173,6 +173,8 @@ def find_circle(comm: Communicator) -> list[int]:
     Every rank waits for all that it awaits, and the calls of one communicator are in order on each rank, so a circle
     never dissolves by itself.
     """
+    for peer in comm.peers:
+        comm.find_record(peer)  # messages are sent without knowing the ranks in between
     graph = {rank: awaited(comm, rank) for rank in range(comm.size)}
     state: dict[int, int] = {}
     for start in graph:
