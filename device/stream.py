@@ -173,6 +173,8 @@ class Event:
             return
         if stream._done < self._ticket:
             stream._scheduler.run_until(stream, self._ticket, timeout_s)
+        if not self.done and stream.error is None:  # another thread enqueued while the event was recorded
+            stream._scheduler.run_until(stream, stream._submitted, timeout_s)
         if stream.error is not None and not self.done:
             raise stream.error
 

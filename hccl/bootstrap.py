@@ -6,7 +6,9 @@ launch.py MPI is never initialised, which saves a third of a second and leaves n
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from hccl.topology import Topology
 from hccl.world import assemble, introduce, link_all, no_engine
 
 WORLD = "hccl_world_group"  # HCCL's name of the world
+_meetings = itertools.count()  # calls of init in this process: all ranks call it equally often, so its number is a name
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
@@ -50,11 +53,13 @@ def from_root_info(
     server: int = 0,
     engine: Callable[[], Any] = no_engine,
     device_options: dict[str, Any] | None = None,
+    root_is_late: bool = False,
 ) -> Communicator:
     """Join the communicator of `n_ranks` that `info` stands for, as `rank`; returns when all have joined.
 
     device: this rank's NPU, which stays the caller's; a new one, closed with the communicator, if left out.
-    server: logical server of this rank; ranks of different servers talk over MPI even on one host.
+    server: logical server of this rank; ranks of different servers talk over MPI even on one host. root_is_late: the
+    root may not listen yet, as when its address was agreed beforehand; knock until it does.
     Raises: `ArgumentError`, `DisagreementError` (different n_ranks or config), `TimeoutError` naming the ranks that did
     not come, `BrokenError` when the root cannot be reached or a member went away.
     """
@@ -68,7 +73,7 @@ def from_root_info(
     try:
         board = Board.create(f"hccl-board-{rank}")
         member = introduce(npu, board, rank, n_ranks, config, server)
-        meeting = Meeting(info, member, config.connect_timeout_s)
+        meeting = Meeting(info, member, config.connect_timeout_s, root_is_late)
         members = meeting.gather()
         try:
             links, used = link_all(npu, board, members, rank, engine)
@@ -132,6 +137,7 @@ def init(
         server=_server(servers, start.rank, start.size),
         engine=start.engine,
         device_options=options,
+        root_is_late=start.launcher is None and not start.mpi,
     )
     if start.launcher is not None:
         comm._fabric.reporter = start.launcher.report
@@ -180,7 +186,7 @@ class _Start:
         if self.size == 1:
             return open_root()
         if self.launcher is not None:
-            return self._by_launcher(self.launcher, f"root_info/{name}")
+            return self._by_launcher(self.launcher, f"root_info/{name}/{next(_meetings)}")
         if self.mpi:
             return self._by_mpi()
         return self._by_torchrun()
@@ -208,10 +214,10 @@ class _Start:
         return info
 
     def _by_torchrun(self) -> bytes:
-        """Rank 0 listens beside the port that torchrun gave it (its own store holds that one)."""
+        """Rank 0 listens beside the port that torchrun gave it (its own store holds that one); the others knock there."""
         environment = os.environ
         try:
-            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]) + 1
+            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]) + 1 + next(_meetings)
         except (KeyError, ValueError):
             raise ArgumentError("RANK and WORLD_SIZE are set, but MASTER_ADDR and MASTER_PORT are not") from None
         job = environment.get("TORCHELASTIC_RUN_ID", "") + f"/{port}/{self.size}"
@@ -230,10 +236,13 @@ class _Start:
 
 
 def _send_trace_at_close(comm: Communicator, launcher: launched.Launcher) -> None:
+    """Give the launcher the trace when the device closes, or when the program ends without that."""
     device, rank = comm.device, comm.rank
 
     def send() -> None:
+        atexit.unregister(send)
         events = device.timeline.chrome_events(rank, f"rank {rank}")
         launcher.put(f"trace/{rank}", json.dumps(events).encode())
 
     device.add_close_hook(send)
+    atexit.register(send)

@@ -631,7 +631,7 @@ class Communicator:
         self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
         if state == rec.FAILED and not isinstance(self.aborted, DisagreementError):
             for bank, (head, _) in enumerate(self._heads):
-                head[rec.C_CALL], head[rec.C_PLAN] = 0, -1
+                head[rec.C_CALL] = head[rec.C_PLAN] = 0
                 self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
         self._progress_futex.wake()
 

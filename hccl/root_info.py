@@ -89,6 +89,7 @@ class _Round:
     limit_s: float
     channels: dict[int, _Channel] = field(default_factory=dict)
     members: dict[int, Member] = field(default_factory=dict)
+    pending: list[_Channel] = field(default_factory=list)  # have connected, have not said who they are
 
     def run(self) -> None:
         try:
@@ -114,7 +115,7 @@ class _Round:
         """Accept members until all are here."""
         deadline = time.monotonic() + self.limit_s
         wanted: int | None = None
-        pending: list[_Channel] = []
+        pending = self.pending
         while wanted is None or len(self.members) < wanted:
             self._drop_leavers()
             self.listener.settimeout(0.05 if pending else min(0.2, max(0.01, deadline - time.monotonic())))
@@ -182,7 +183,7 @@ class _Round:
         while time.monotonic() < end:
             self.listener.settimeout(max(0.01, end - time.monotonic()))
             with contextlib.suppress(socket.timeout):
-                channel = _Channel(self.listener.accept()[0])
+                channel = self.pending.pop() if self.pending else _Channel(self.listener.accept()[0])
                 if channel.read(_HELLO_S).get("token") == self.token.hex():
                     channel.write(message)
                 channel.close()
@@ -255,14 +256,14 @@ class Meeting:
     Raises: `BrokenError` when the root cannot be reached or has gone, what the root says went wrong, `TimeoutError`.
     """
 
-    def __init__(self, data: bytes, member: Member, timeout_s: float) -> None:
+    def __init__(self, data: bytes, member: Member, timeout_s: float, root_is_late: bool = False) -> None:
         self._info = RootInfo.unpack(data)
         self._member = member
         self._limit_s = timeout_s
         where = f"{self._info.address} port {self._info.port}"
         self._root = f"the root at {where}"
         try:
-            connection = socket.create_connection((self._info.address, self._info.port), timeout=timeout_s)
+            connection = self._knock(timeout_s if root_is_late else 0.0)
         except OSError as error:
             raise BrokenError(
                 f"rank {member.rank}: {self._root} does not answer ({error}); has its process ended, or was this root "
@@ -270,6 +271,17 @@ class Meeting:
                 HcclResult.E_TCP_CONNECT,
             ) from error
         self._channel = _Channel(connection)
+
+    def _knock(self, patience_s: float) -> socket.socket:
+        """Connect; as long as nobody listens there, try again for `patience_s`."""
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                return socket.create_connection((self._info.address, self._info.port), timeout=self._limit_s)
+            except ConnectionRefusedError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """What goes wrong is said on every rank, in a sentence that names the ranks and prints the calls; nothing hangs.
 
-Ranks are threads here; tests/mpi kills and confuses real processes.
+Ranks are threads here; tests/processes kills and confuses real processes.
 """
 
 from __future__ import annotations
