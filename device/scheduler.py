@@ -141,8 +141,8 @@ class Scheduler:
             if generator is None:
                 if not stream._queue:
                     return False
-                stream._owner, function, args = stream._queue.popleft()
-                generator = function(stream, *args)
+                stream._owner, function, args, turn = stream._queue.popleft()
+                generator = function(stream, *args) if turn is None else function(stream, turn, *args)
                 if generator is None:
                     stream._done += 1
                     return True
@@ -163,7 +163,7 @@ class Scheduler:
             dropped = list(stream._queue)
             stream._queue.clear()
             stream._done = stream._submitted
-        for owner in {id(o): o for o, _, _ in dropped if o is not None}.values():
+        for owner in {id(o): o for o, *_ in dropped if o is not None}.values():
             owner.task_dropped(error)
         if not isinstance(error, Exception):
             raise error  # Ctrl-C and interpreter exit belong to the thread that drives

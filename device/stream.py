@@ -68,7 +68,7 @@ class Stream:
         self.compute_s = self.comm_s = self.wait_s = self.copy_s = 0.0
         self.error: BaseException | None = None
         self._scheduler = scheduler
-        self._queue: deque[tuple[TaskOwner | None, TaskFunction, tuple[Any, ...]]] = deque()
+        self._queue: deque[tuple[TaskOwner | None, TaskFunction, tuple[Any, ...], int | None]] = deque()
         self._mutex = threading.Lock()
         self._submitted = 0
         self._done = 0
@@ -98,7 +98,7 @@ class Stream:
         """Append a task for a library that must know of it.
 
         owner: hears about it when the stream fails before the task ran. turns: a counter whose next number the task
-        gets as its last argument; numbers of one counter rise along each stream even when several threads enqueue.
+        gets after the stream; numbers of one counter rise along each stream even when several threads enqueue.
         Raises: as `enqueue`.
         """
         if self.error is not None:
@@ -107,7 +107,7 @@ class Stream:
         if scheduler.closed:
             scheduler.raise_closed(self)
         with self._mutex:
-            self._queue.append((owner, fn, args if turns is None else (*args, next(turns))))
+            self._queue.append((owner, fn, args, None if turns is None else next(turns)))
             self._submitted += 1
         if scheduler.asleep:
             scheduler.notify(self)

@@ -214,7 +214,7 @@ class _Start:
         return info
 
     def _by_torchrun(self) -> bytes:
-        """Rank 0 listens beside the port that torchrun gave it (its own store holds that one); the others knock there."""
+        """Rank 0 listens beside the port that torchrun gave it (its own store holds that one); the others knock."""
         environment = os.environ
         try:
             address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]) + 1 + next(_meetings)

@@ -438,7 +438,7 @@ class Communicator:
             out._last_call = (self, code, sig, op, root, plan)
         if stream is None:
             stream = self.device.default_stream
-        elif stream.device is not self.device:
+        elif stream.__class__ is not Stream or stream.device is not self.device:
             self._arguments.stream(code.label, stream)
         if self.aborted is not None or self._state_text:
             self._check_open(code.label)
@@ -620,7 +620,8 @@ class Communicator:
         if self.aborted is None and not self._state_text:
             self.aborted = error if isinstance(error, HcclError) else BrokenError(f"{self.me}: {error}")
             origin = getattr(error, "origin", None)
-            self._say_last_words(rec.FAILED, f"@{origin}" if origin else str(error) or type(error).__name__)
+            state = rec.DISAGREED if isinstance(error, DisagreementError) else rec.FAILED
+            self._say_last_words(state, f"@{origin}" if origin else str(error) or type(error).__name__)
 
     def _say_last_words(self, state: int, text: str) -> None:
         """Tell the peers that this rank is out of it, and take back calls that they have not entered yet.
@@ -629,7 +630,7 @@ class Communicator:
         """
         self.record.say_last_words(state, text)
         self._publish(rec.STATE, rec.TEXT + self.record.q[rec.TEXT_BYTES] // 8 - rec.STATE)
-        if state == rec.FAILED and not isinstance(self.aborted, DisagreementError):
+        if state == rec.FAILED and self.record.q[rec.STATE] != rec.DISAGREED:
             for bank, (head, _) in enumerate(self._heads):
                 head[rec.C_CALL] = head[rec.C_PLAN] = 0
                 self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)

@@ -12,12 +12,17 @@ from hccl.types import HcclResult
 
 
 class HcclError(Exception):
-    """Root of everything that hccl raises on purpose."""
+    """Root of everything that hccl raises on purpose.
+
+    `origin` is what happened on the rank where it began, when this error only follows from it; ranks that fail because
+    of this rank repeat it.
+    """
 
     code: int = HcclResult.E_INTERNAL
 
-    def __init__(self, message: str, code: int | None = None) -> None:
+    def __init__(self, message: str, code: int | None = None, origin: str = "") -> None:
         super().__init__(message)
+        self.origin = origin
         if code is not None:
             self.code = code
 
@@ -45,16 +50,9 @@ class ClosedError(HcclError):
 
 
 class BrokenError(HcclError):
-    """A peer died, left or gave up; the communicator is of no further use.
-
-    `origin` is what happened where it began; peers that fail because of this failure repeat it.
-    """
+    """A peer died, left or gave up; the communicator is of no further use."""
 
     code = HcclResult.E_REMOTE
-
-    def __init__(self, message: str, code: int | None = None, origin: str = "") -> None:
-        super().__init__(message, code)
-        self.origin = origin
 
 
 class DisagreementError(HcclError):

@@ -70,7 +70,7 @@ def pair_own(items: Sequence[Item], me: str) -> list[tuple[Item, Item]]:
 
 
 def batch(
-    stream: Stream, comm: Communicator, items: list[Item], own: list[tuple[Item, Item]], keep: Any, turn: int
+    stream: Stream, turn: int, comm: Communicator, items: list[Item], own: list[tuple[Item, Item]], keep: Any
 ) -> TaskGenerator:
     """Carry out the items as call number `turn` of `comm`. The task holds the buffers alive until it is done."""
     if comm.turn != turn:

@@ -96,9 +96,13 @@ class _Round:
             self._collect()
             self._tell({"members": [self.members[r].to_json() for r in sorted(self.members)]})
             answers = {rank: channel.read(self.limit_s) for rank, channel in self.channels.items()}
-            failed = {rank: a["error"] if a else "it went away" for rank, a in answers.items() if not a or "error" in a}
+            failed = [
+                answer["error"] if answer else f"{self.members[rank].who} went away"
+                for rank, answer in sorted(answers.items())
+                if not answer or "error" in answer
+            ]
             if failed:
-                raise BrokenError("; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())))
+                raise BrokenError("making the communicator: " + "; ".join(failed))
             self._tell({"go": True})
         except HcclError as error:
             message = {"error": str(error), "kind": type(error).__name__}
@@ -169,7 +173,7 @@ class _Round:
     def _drop_leavers(self) -> None:
         for rank, channel in self.channels.items():
             if channel.gone():
-                raise BrokenError(f"making the communicator: rank {rank} (pid {self.members[rank].pid}) went away")
+                raise BrokenError(f"making the communicator: {self.members[rank].who} went away")
 
     def _tell(self, message: dict[str, Any]) -> None:
         """Tell all; members of this process last, since it may end, and this thread with it, as soon as they know."""

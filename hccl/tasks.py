@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TaskGenerator = Generator[Wait | None, None, None]
 
 
-def collective(stream: Stream, comm: Communicator, plan: Plan, x: Any, out: Any, turn: int) -> TaskGenerator | None:
+def collective(stream: Stream, turn: int, comm: Communicator, plan: Plan, x: Any, out: Any) -> TaskGenerator | None:
     """Carry out `plan` as call number `turn` of `comm`. The task holds `x` and `out` alive until it is done.
 
     What does not block is done at once; the rest is returned as a generator.
@@ -82,7 +82,7 @@ def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: tupl
         yield TurnWait(comm, turn)
     if not comm.linked:
         yield from _guarded(comm, turn - 1, _link(comm, plan))
-    rest = collective(stream, comm, plan, keep[0], keep[1], turn)
+    rest = collective(stream, turn, comm, plan, keep[0], keep[1])
     if rest is not None:
         yield from rest
 

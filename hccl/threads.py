@@ -126,5 +126,5 @@ def _join(threads: Sequence[threading.Thread], timeout_s: float | None) -> list[
 
 def _first_cause(errors: Sequence[tuple[int, BaseException]]) -> BaseException:
     """The error that was not caused by another rank's."""
-    own = [error for _, error in errors if not isinstance(error, BrokenError)]
+    own = [error for _, error in errors if not isinstance(error, BrokenError) and not getattr(error, "origin", "")]
     return own[0] if own else errors[0][1]

@@ -112,10 +112,11 @@ class PeerWait(Wait):
         if record is None or peer == self.comm.rank:
             return
         state = record.q[rec.STATE]
-        if state == rec.FAILED:
+        if state in (rec.FAILED, rec.DISAGREED):
             words = record.last_words  # "@…" repeats what that rank heard from another: the first cause is what counts
             origin = words[1:] if words.startswith("@") else f"rank {peer} failed: {words}"
-            raise BrokenError(f"{self.comm.me}: {self.call} was given up because {origin}", origin=origin)
+            kind = BrokenError if state == rec.FAILED else DisagreementError
+            raise kind(f"{self.comm.me}: {self.call} was given up because {origin}", origin=origin)
         if state == rec.CLOSED and missing and peer in self.missing():
             origin = f"rank {peer} {record.last_words}"
             raise BrokenError(

@@ -66,7 +66,10 @@ class Link(ABC):
 
     @abstractmethod
     def find_record(self, key: int, ranks: int) -> Record | None:
-        """Return the peer's record of communicator `key`, or None while the peer has not opened it."""
+        """Return the peer's record of communicator `key`, or None while the peer has not opened it.
+
+        A message link cannot know: it returns the shadow at once, all zeros until the peer has published something.
+        """
 
     @abstractmethod
     def view(self, address: int, nbytes: int) -> NDArray[np.uint8] | None:

@@ -8,6 +8,7 @@ MPI_THREAD_MULTIPLE because user threads and the scheduler's daemon both come he
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import threading
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hccl.errors import UnsupportedError
-from hccl.record import Record, record_bytes
+from hccl.record import ALIVE, STATE, Record, record_bytes
 from hccl.transport.base import Link, Member, Transfer
 
 _CONTROL_TAG = 1
@@ -56,7 +57,7 @@ class MpiEngine:
         self._lock = threading.Lock()
         self._shadows: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._early: dict[tuple[int, int], list[NDArray[np.int64]]] = defaultdict(list)
-        self._outgoing: deque[tuple[Any, NDArray[np.int64]]] = deque()
+        self._outgoing: deque[tuple[Any, NDArray[np.int64], int]] = deque()  # request, message, peer
         self.closed = False
 
     def shadow(self, source: int, key: int, ranks: int) -> Record:
@@ -78,7 +79,7 @@ class MpiEngine:
         with self._lock:
             while self._outgoing and self._outgoing[0][0].Test():
                 self._outgoing.popleft()
-            self._outgoing.append((self.comm.Isend(message, peer, _CONTROL_TAG), message))
+            self._outgoing.append((self.comm.Isend(message, peer, _CONTROL_TAG), message, peer))
 
     def poll(self) -> None:
         """Take in all control messages that have arrived."""
@@ -107,14 +108,22 @@ class MpiEngine:
         return _Parts([self.comm.Irecv(part, peer, tag) for part in _parts(data)])
 
     def close(self) -> None:
-        """Let last words leave, then stop. MPI_Finalize frees the duplicated communicator (freeing is collective)."""
+        """Let last words leave for those who still listen, then stop.
+
+        MPI_Finalize frees the duplicated communicator (freeing is collective).
+        """
         if self.closed:
             return
         limit = time.monotonic() + _FAREWELL_S
-        while self._outgoing and time.monotonic() < limit:
-            if self._outgoing[0][0].Test():
-                self._outgoing.popleft()
+        while time.monotonic() < limit and any(self._is_awaited(*entry) for entry in self._outgoing):
+            self.poll()
+            os.sched_yield()
         self.closed = True
+
+    def _is_awaited(self, request: Any, message: NDArray[np.int64], peer: int) -> bool:
+        """Tell whether a control message has not left yet and its receiver has not closed the communicator."""
+        words = self._shadows.get((peer, int(message[0])))
+        return not request.Test() and (words is None or words[STATE] == ALIVE)
 
 
 def _apply(words: NDArray[np.int64], message: NDArray[np.int64]) -> None:
@@ -139,8 +148,6 @@ class MpiLink(Link):
         self._engine = engine
         self._pidfd = -1
         if same_host:
-            import os
-
             with contextlib.suppress(OSError, AttributeError):
                 self._pidfd = os.pidfd_open(member.pid)
 
@@ -169,7 +176,5 @@ class MpiLink(Link):
 
     def close(self) -> None:
         if self._pidfd >= 0:
-            import os
-
             os.close(self._pidfd)
             self._pidfd = -1

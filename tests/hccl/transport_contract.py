@@ -27,7 +27,7 @@ import numpy as np
 from device import Device
 from device.wait import fence
 from hccl.config import Config
-from hccl.record import ALIVE, CLOSED, HEADER, PROGRESS, STATE, TEXT, TEXT_CAPACITY, Board, key_of
+from hccl.record import ALIVE, BUFFERS, CLOSED, PROGRESS, STATE, TEXT, TEXT_CAPACITY, Board, key_of
 from hccl.transport import Link, Transfer
 from hccl.transport.local import LocalLink, Presence
 from hccl.world import introduce
@@ -121,9 +121,9 @@ def words_arrive_in_the_order_of_publishing(side: Side) -> None:
     theirs = find(side, key)
     if side.rank == 0:
         for number in range(1, last + 1):
-            for word in range(HEADER, HEADER + words):
+            for word in range(BUFFERS, BUFFERS + words):
                 mine.q[word] = number
-            side.link.publish(mine, key, HEADER, words)
+            side.link.publish(mine, key, BUFFERS, words)
             mine.q[PROGRESS] = number
             side.link.publish(mine, key, PROGRESS, 1)
     else:
@@ -133,7 +133,7 @@ def words_arrive_in_the_order_of_publishing(side: Side) -> None:
             seen = theirs.q[PROGRESS]
             if fence is not None:
                 fence()
-            found = [theirs.q[word] for word in range(HEADER, HEADER + words)]
+            found = [theirs.q[word] for word in range(BUFFERS, BUFFERS + words)]
             assert min(found) >= seen, (seen, found)
     side.exchange()
 

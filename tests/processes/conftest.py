@@ -72,8 +72,10 @@ class Processes:
                     mapped |= {word for line in maps.splitlines() for word in line.split()[5:6] if "/dev/shm" in word}
                     if self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                         found.append(f"process {entry.name}: {(entry / 'cmdline').read_bytes()!r}")
-        # What another program maps is not ours to judge.
-        return found + sorted(self._shm() - self.shm_before - mapped)
+        # What another program maps, or another launcher made, is not ours to judge.
+        ours = tuple(f"/dev/shm/hccl-launch-{process.pid}-" for process in self.started)
+        new = self._shm() - self.shm_before - mapped
+        return found + sorted(f for f in new if f.startswith(ours) or "/hccl-launch-" not in f)
 
     @staticmethod
     def _shm() -> set[str]:
