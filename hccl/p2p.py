@@ -26,7 +26,7 @@ from hccl.types import OpCode
 from hccl.waiting import LineWait, RecordWait, TransferWait, TurnWait
 
 if TYPE_CHECKING:
-    from hccl.communicator import Communicator
+    from hccl.endpoint import Endpoint
     from hccl.transport import Transfer
 
 TaskGenerator = Generator[Wait | None, None, None]
@@ -70,7 +70,7 @@ def pair_own(items: Sequence[Item], me: str) -> list[tuple[Item, Item]]:
 
 
 def batch(
-    stream: Stream, turn: int, comm: Communicator, items: list[Item], own: list[tuple[Item, Item]], keep: Any
+    stream: Stream, turn: int, comm: Endpoint, items: list[Item], own: list[tuple[Item, Item]], keep: Any
 ) -> TaskGenerator:
     """Carry out the items as call number `turn` of `comm`. The task holds the buffers alive until it is done."""
     if comm.turn != turn:
@@ -119,7 +119,7 @@ def batch(
     comm.turn = turn + 1
 
 
-def _link(comm: Communicator, items: list[Item]) -> TaskGenerator:
+def _link(comm: Endpoint, items: list[Item]) -> TaskGenerator:
     peers = sorted({item.peer for item in items})
     if any(comm.known_record(peer) is None for peer in peers):
         wait = RecordWait(comm, partial(_describe, items), peers)
@@ -136,7 +136,7 @@ def _line(peer: int, incoming: bool) -> int:
     return rec.PEERS + rec.PEER_WORDS * peer + (rec.INCOMING if incoming else 0)
 
 
-def _start(comm: Communicator, item: Item, enter_s: float) -> None:
+def _start(comm: Endpoint, item: Item, enter_s: float) -> None:
     """Say in this rank's line what it has or wants."""
     numbers = comm.sent_numbers if item.sends else comm.received_numbers
     numbers[item.peer] = item.number = numbers.get(item.peer, 0) + 1
@@ -153,7 +153,7 @@ def _start(comm: Communicator, item: Item, enter_s: float) -> None:
     comm.post_line(item.peer, line + rec.L_POSTED, line + rec.L_SLEEPER, item.number, first=line, count=rec.L_TAG + 1)
 
 
-def _awaited(comm: Communicator, item: Item) -> tuple[int, int, int, int]:
+def _awaited(comm: Endpoint, item: Item) -> tuple[int, int, int, int]:
     """The word of the peer's record that an item waits for: (peer, word, sleeper, target)."""
     line = _line(comm.rank, item.sends)
     if item.sends:
@@ -161,7 +161,7 @@ def _awaited(comm: Communicator, item: Item) -> tuple[int, int, int, int]:
     return item.peer, line + rec.L_POSTED, line + rec.L_SLEEPER, item.number
 
 
-def _receive(comm: Communicator, item: Item) -> Generator[Wait | None, None, bool]:
+def _receive(comm: Endpoint, item: Item) -> Generator[Wait | None, None, bool]:
     """Take the message if the sender has posted it; say done."""
     words = comm.words(item.peer)
     theirs, mine = _line(comm.rank, False), _line(item.peer, True)
@@ -193,7 +193,7 @@ def _receive(comm: Communicator, item: Item) -> Generator[Wait | None, None, boo
     return True
 
 
-def _sent(comm: Communicator, item: Item) -> Generator[Wait | None, None, bool]:
+def _sent(comm: Endpoint, item: Item) -> Generator[Wait | None, None, bool]:
     """Tell whether the receiver has taken the message."""
     words = comm.words(item.peer)
     theirs = _line(comm.rank, True)
@@ -208,13 +208,13 @@ def _sent(comm: Communicator, item: Item) -> Generator[Wait | None, None, bool]:
     return True
 
 
-def _mismatch(comm: Communicator, item: Item, call: int, count: int) -> DisagreementError:
+def _mismatch(comm: Endpoint, item: Item, call: int, count: int) -> DisagreementError:
     """The error of both ends of a message whose ends do not match."""
     theirs = f"{describe_call(call, count)} {'from' if item.sends else 'to'} rank {comm.rank}"
     return DisagreementError(f"{comm.me} called {item.describe()}, but rank {item.peer} called {theirs}")
 
 
-def _keep_time(comm: Communicator, item: Item, enter_s: float, clock: list[float]) -> None:
+def _keep_time(comm: Endpoint, item: Item, enter_s: float, clock: list[float]) -> None:
     """Both ends leave at the later entry + α + bytes·β, as `simulate` says of a one-row schedule."""
     start_s = max(enter_s, item.peer_enter_s)
     alpha_s, beta_s = comm.link_cost(item.peer, item.sends)

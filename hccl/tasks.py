@@ -27,13 +27,13 @@ from hccl.types import ReduceOp
 from hccl.waiting import ProgressWait, RecordWait, TransferWait, TurnWait
 
 if TYPE_CHECKING:
-    from hccl.communicator import Communicator
+    from hccl.endpoint import Endpoint
     from hccl.transport import Transfer
 
 TaskGenerator = Generator[Wait | None, None, None]
 
 
-def collective(stream: Stream, turn: int, comm: Communicator, plan: Plan, x: Any, out: Any) -> TaskGenerator | None:
+def collective(stream: Stream, turn: int, comm: Endpoint, plan: Plan, x: Any, out: Any) -> TaskGenerator | None:
     """Carry out `plan` as call number `turn` of `comm`. The task holds `x` and `out` alive until it is done.
 
     What does not block is done at once; the rest is returned as a generator.
@@ -66,7 +66,7 @@ def collective(stream: Stream, turn: int, comm: Communicator, plan: Plan, x: Any
     return None
 
 
-def _guarded(comm: Communicator, turn: int, work: TaskGenerator) -> TaskGenerator:
+def _guarded(comm: Endpoint, turn: int, work: TaskGenerator) -> TaskGenerator:
     """Run the rest of a call; tell the peers when it fails, let the next call go when it is done."""
     try:
         yield from work
@@ -76,7 +76,7 @@ def _guarded(comm: Communicator, turn: int, work: TaskGenerator) -> TaskGenerato
     comm.turn = turn + 1
 
 
-def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: tuple[Any, Any]) -> TaskGenerator:
+def _later(stream: Stream, comm: Endpoint, plan: Plan, turn: int, keep: tuple[Any, Any]) -> TaskGenerator:
     """Wait for earlier calls and, the first time, for the peers' records; then carry on."""
     if comm.turn != turn:
         yield TurnWait(comm, turn)
@@ -87,14 +87,14 @@ def _later(stream: Stream, comm: Communicator, plan: Plan, turn: int, keep: tupl
         yield from rest
 
 
-def _wait_and_go_on(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+def _wait_and_go_on(stream: Stream, comm: Endpoint, plan: Plan, base: int, keep: Any) -> TaskGenerator:
     """Wait until all have entered, then do the rest."""
     yield from _wait(comm, plan, comm.peers, [base + 1] * len(comm.peers))
     yield from _epochs(stream, comm, plan, base, keep)
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
-def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
+def _enter(stream: Stream, comm: Endpoint, plan: Plan) -> int:
     """Do the local part if it comes first, announce the call; return the progress before it."""
     if comm.tracing:
         comm.look_at_clock()
@@ -108,7 +108,7 @@ def _enter(stream: Stream, comm: Communicator, plan: Plan) -> int:
     return base
 
 
-def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float]:
+def _agree(stream: Stream, comm: Endpoint, plan: Plan) -> tuple[float, float]:
     """Compare all headers; return the virtual times of the last entry and of this rank's exit.
 
     A plan that a peer called with this plan before means the same call and the same buffers, so the number of the plan
@@ -132,14 +132,14 @@ def _agree(stream: Stream, comm: Communicator, plan: Plan) -> tuple[float, float
     return latest_s, exit_s
 
 
-def _meet(comm: Communicator, plan: Plan, peer: int, head: memoryview) -> None:
+def _meet(comm: Endpoint, plan: Plan, peer: int, head: memoryview) -> None:
     """Compare the call of a peer whose plan was not met before; drop operations made for its earlier buffers."""
     if head[rec.C_CALL] != plan.call or head[rec.C_COUNT] != plan.count:
         _disagree(comm, plan)
     plan.forget(comm.seq & 1, peer, head[rec.C_PLAN])
 
 
-def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float]) -> None:
+def _leave(stream: Stream, comm: Endpoint, plan: Plan, base: int, times: tuple[float, float]) -> None:
     """Keep the books."""
     latest_s, exit_s = times
     enter_s = stream.now_s
@@ -153,7 +153,7 @@ def _leave(stream: Stream, comm: Communicator, plan: Plan, base: int, times: tup
         comm.draw(stream, plan.describe(comm.seq), enter_s, latest_s, exit_s)
 
 
-def _epochs(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any) -> TaskGenerator:
+def _epochs(stream: Stream, comm: Endpoint, plan: Plan, base: int, keep: Any) -> TaskGenerator:
     """Do the epochs, with waits between them where ranks conflict."""
     times = _agree(stream, comm, plan)
     program = plan.program
@@ -175,7 +175,7 @@ def _epochs(stream: Stream, comm: Communicator, plan: Plan, base: int, keep: Any
 
 
 def _exit_slowly(
-    stream: Stream, comm: Communicator, plan: Plan, base: int, times: tuple[float, float], keep: Any
+    stream: Stream, comm: Endpoint, plan: Plan, base: int, times: tuple[float, float], keep: Any
 ) -> TaskGenerator:
     """Wait until nobody touches this rank's buffers any more, then leave."""
     if plan.exits:
@@ -183,7 +183,7 @@ def _exit_slowly(
     _leave(stream, comm, plan, base, times)
 
 
-def _link(comm: Communicator, plan: Plan) -> TaskGenerator:
+def _link(comm: Endpoint, plan: Plan) -> TaskGenerator:
     """Find the records of all members, as HCCL makes its links at the first call."""
     wait = RecordWait(comm, partial(plan.describe, comm.seq + 1), comm.peers)
     if not wait.ready():
@@ -191,7 +191,7 @@ def _link(comm: Communicator, plan: Plan) -> TaskGenerator:
     comm.link_all()
 
 
-def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) -> TaskGenerator:
+def _wait(comm: Endpoint, plan: Plan, peers: list[int], targets: list[int]) -> TaskGenerator:
     if comm.poll is None:
         for peer, target in zip(peers, targets, strict=True):
             word = comm.words(peer)
@@ -205,7 +205,7 @@ def _wait(comm: Communicator, plan: Plan, peers: list[int], targets: list[int]) 
         wait.finish()
 
 
-def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> Iterable[Operation]:
+def _bind_prologue(comm: Endpoint, plan: Plan, bank: int) -> Iterable[Operation]:
     """Make the operations of epoch 0 when it stays within this rank's own memory."""
     own = (*plan.buffers, plan.scratch or comm.scratch_of(comm.rank, bank, plan.scratch_bytes))
     operations = plan.binder(Addresses((own,) * comm.size), comm.view).operations(plan.program.epochs[0])
@@ -213,7 +213,7 @@ def _bind_prologue(comm: Communicator, plan: Plan, bank: int) -> Iterable[Operat
     return operations
 
 
-def _bind(comm: Communicator, plan: Plan) -> list[Any]:
+def _bind(comm: Endpoint, plan: Plan) -> list[Any]:
     """Make the operations of this call from the addresses that the peers announced."""
     bank = comm.seq & 1
     buffers: list[tuple[int, int, int]] = []
@@ -230,7 +230,7 @@ def _bind(comm: Communicator, plan: Plan) -> list[Any]:
     return operations
 
 
-def _disagree(comm: Communicator, plan: Plan) -> None:
+def _disagree(comm: Endpoint, plan: Plan) -> None:
     """Raise with all the calls that differ from this rank's."""
     others = []
     for peer, head, _ in comm.peer_heads[comm.seq & 1]:
@@ -245,7 +245,7 @@ def _disagree(comm: Communicator, plan: Plan) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
-def _messages(comm: Communicator, plan: Plan, binder: Binder, epoch: Epoch, bank: int) -> TaskGenerator:
+def _messages(comm: Endpoint, plan: Plan, binder: Binder, epoch: Epoch, bank: int) -> TaskGenerator:
     """Carry out an epoch in which some rows cross to ranks without shared memory, in the order of the rows."""
     sending: list[tuple[Action, Transfer]] = []
     for action in (action for chain in epoch.chains for action in chain):
@@ -282,6 +282,6 @@ def _messages(comm: Communicator, plan: Plan, binder: Binder, epoch: Epoch, bank
         yield from _transfer(comm, plan, action.target.rank, transfer)
 
 
-def _transfer(comm: Communicator, plan: Plan, peer: int, transfer: Transfer) -> TaskGenerator:
+def _transfer(comm: Endpoint, plan: Plan, peer: int, transfer: Transfer) -> TaskGenerator:
     if not transfer.done():
         yield TransferWait(comm, partial(plan.describe, comm.seq), peer, transfer)

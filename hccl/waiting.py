@@ -17,7 +17,7 @@ from hccl import record as rec
 from hccl.errors import BrokenError, DisagreementError, TimeoutError
 
 if TYPE_CHECKING:
-    from hccl.communicator import Communicator
+    from hccl.endpoint import Endpoint
     from hccl.transport import Transfer
 
 _LOOK_S = 0.02  # liveness of peers is looked at this often
@@ -42,7 +42,7 @@ class PeerWait(Wait):
     )
 
     def __init__(
-        self, comm: Communicator, describe: Callable[[], str], blocked: int = rec.NOT_BLOCKED, target: int = 0
+        self, comm: Endpoint, describe: Callable[[], str], blocked: int = rec.NOT_BLOCKED, target: int = 0
     ) -> None:
         self.comm = comm
         self._describe = describe
@@ -146,7 +146,7 @@ def _ranks(ranks: list[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks)) if ranks else "nobody any more"
 
 
-def awaited(comm: Communicator, rank: int) -> list[int]:
+def awaited(comm: Endpoint, rank: int) -> list[int]:
     """Whom `rank` is blocked on according to the records; empty when it is not blocked or that cannot be known."""
     record = comm.known_record(rank)
     if record is None or record.q[rec.STATE] != rec.ALIVE:
@@ -168,7 +168,7 @@ def awaited(comm: Communicator, rank: int) -> list[int]:
     return []
 
 
-def find_circle(comm: Communicator) -> list[int]:
+def find_circle(comm: Endpoint) -> list[int]:
     """Find ranks that wait for each other in a circle, smallest rank first; empty when there is none.
 
     Every rank waits for all that it awaits, and the calls of one communicator are in order on each rank, so a circle
@@ -207,7 +207,7 @@ class ProgressWait(PeerWait):
 
     __slots__ = ("_first", "_words", "peers", "targets")
 
-    def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int], targets: list[int]) -> None:
+    def __init__(self, comm: Endpoint, describe: Callable[[], str], peers: list[int], targets: list[int]) -> None:
         # Only who waits for others to enter can be part of a circle: once all are in, all get out by themselves. Whom
         # they wait for then is not in the progress words: looking for circles would find some that are not there.
         entering = min(targets) == comm.progress + 1
@@ -243,7 +243,7 @@ class RecordWait(PeerWait):
 
     __slots__ = ("peers",)
 
-    def __init__(self, comm: Communicator, describe: Callable[[], str], peers: list[int]) -> None:
+    def __init__(self, comm: Endpoint, describe: Callable[[], str], peers: list[int]) -> None:
         super().__init__(comm, describe)
         self.peers = peers
 
@@ -262,7 +262,7 @@ class LineWait(PeerWait):
     __slots__ = ("any_of", "items")
 
     def __init__(
-        self, comm: Communicator, describe: Callable[[], str], items: list[tuple[int, int, int, int]], any_of: bool
+        self, comm: Endpoint, describe: Callable[[], str], items: list[tuple[int, int, int, int]], any_of: bool
     ) -> None:
         super().__init__(comm, describe, rec.IN_P2P)
         self.items = items
@@ -292,7 +292,7 @@ class TransferWait(PeerWait):
 
     __slots__ = ("peer", "transfer")
 
-    def __init__(self, comm: Communicator, describe: Callable[[], str], peer: int, transfer: Transfer) -> None:
+    def __init__(self, comm: Endpoint, describe: Callable[[], str], peer: int, transfer: Transfer) -> None:
         super().__init__(comm, describe)
         self.peer = peer
         self.transfer = transfer
@@ -314,7 +314,7 @@ class TurnWait(Wait):
 
     __slots__ = ("comm", "number")
 
-    def __init__(self, comm: Communicator, number: int) -> None:
+    def __init__(self, comm: Endpoint, number: int) -> None:
         self.comm = comm
         self.number = number
 
