@@ -213,7 +213,7 @@ class Endpoint:
 
     def mark_blocked(self, kind: int, target: int) -> None:
         """Say in the record what kind of call this rank is stuck in."""
-        if kind == rec.IN_P2P:  # lines travel to their partner only: a circle over servers is seen by those who know all
+        if kind == rec.IN_P2P:  # lines travel to their partner only: a circle over servers is seen by who knows all
             self._publish(rec.PEERS, rec.PEER_WORDS * self.size)
         self.record.q[rec.BLOCKED_SEQ] = self.seq
         self.record.q[rec.BLOCKED_TARGET] = target
