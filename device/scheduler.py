@@ -141,15 +141,16 @@ class Scheduler:
             if generator is None:
                 if not stream._queue:
                     return False
-                stream._owner, function, args, turn = stream._queue.popleft()
+                _, function, args, turn = stream._queue.popleft()
                 generator = function(stream, *args) if turn is None else function(stream, turn, *args)
                 if generator is None:
                     stream._done += 1
                     return True
                 stream._current = generator
+                stream._operands = args  # memory goes with the last array over it: not before the task has ended
             stream._blocked = next(generator)
         except StopIteration:
-            stream._current = None
+            stream._current = stream._operands = None
             stream._done += 1
         except BaseException as error:
             self._fail(stream, error)
@@ -158,7 +159,7 @@ class Scheduler:
     def _fail(self, stream: Stream, error: BaseException) -> None:
         """Make `error` sticky, drop the queue, tell the owners of what was dropped."""
         stream.error = error
-        stream._current = stream._blocked = None
+        stream._current = stream._blocked = stream._operands = None
         with stream._mutex:
             dropped = list(stream._queue)
             stream._queue.clear()
@@ -187,7 +188,7 @@ class Scheduler:
                 if stream._current is not None:  # the task may tidy up and say more about what it was doing
                     stream._blocked = stream._current.throw(error)
             except StopIteration:
-                stream._current = None
+                stream._current = stream._operands = None
                 stream._done += 1
             except BaseException as final:
                 self._fail(stream, final)

@@ -45,7 +45,7 @@ class Stream:
         "_current",
         "_done",
         "_mutex",
-        "_owner",
+        "_operands",
         "_queue",
         "_scheduler",
         "_submitted",
@@ -72,7 +72,7 @@ class Stream:
         self._mutex = threading.Lock()
         self._submitted = 0
         self._done = 0
-        self._owner: TaskOwner | None = None  # of the task that runs
+        self._operands: tuple[Any, ...] | None = None  # of the task that runs
         self._current: TaskGenerator | None = None
         self._blocked: Wait | None = None
 

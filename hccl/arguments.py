@@ -149,7 +149,7 @@ class Arguments:
     def _sizes(self, code: OpCode, x: DeviceArray, out: DeviceArray) -> None:
         size = self.comm.size
         wanted = x.size
-        if code is OpCode.ALL_GATHER:
+        if code in (OpCode.ALL_GATHER, OpCode.SPLIT):
             wanted = x.size * size
         elif code in (OpCode.REDUCE_SCATTER, OpCode.SCATTER, OpCode.ALL_TO_ALL):
             if x.size % size or (x.ndim and x.shape[0] % size):
@@ -175,7 +175,7 @@ class Arguments:
         elif code is OpCode.ALL_TO_ALL or code is OpCode.SCATTER:
             allowed = code is OpCode.SCATTER and out.address == x.address + self.comm.rank * out.nbytes
         else:
-            small, large = (x, out) if code is OpCode.ALL_GATHER else (out, x)
+            small, large = (x, out) if code in (OpCode.ALL_GATHER, OpCode.SPLIT) else (out, x)
             allowed = small.address == large.address + self.comm.rank * small.nbytes
         if not allowed:
             raise ArgumentError(

@@ -21,7 +21,7 @@ from hccl.config import Config
 from hccl.errors import ArgumentError, BrokenError, HcclError
 from hccl.record import Board
 from hccl.root_info import Meeting, RootInfo, open_root
-from hccl.topology import Topology
+from hccl.topology import Topology, preset
 from hccl.world import assemble, introduce, link_all, no_engine
 
 WORLD = "hccl_world_group"  # HCCL's name of the world
@@ -124,6 +124,11 @@ def init(
     start = _Start.find()
     topology = topology or os.environ.get("HCCL_TOPOLOGY") or None
     servers = servers or os.environ.get("HCCL_SERVERS") or None
+    server = _server(servers, start.rank, start.size)
+    if isinstance(topology, str):
+        preset(topology, ranks=start.size)  # wrong names and sizes are every rank's own to find, before they meet
+    if servers is not None and not servers.startswith("1x") and not start.mpi:
+        no_engine()
     timeline = Timeline(enabled=bool(os.environ.get("HCCL_TRACE")))
     options = {"check": check, "progress": progress, "order": order, "timeline": timeline, "ordinal": start.rank}
     comm = from_root_info(
@@ -134,7 +139,7 @@ def init(
         config,
         topology=topology,
         name=name,
-        server=_server(servers, start.rank, start.size),
+        server=server,
         engine=start.engine,
         device_options=options,
         root_is_late=start.launcher is None and not start.mpi,

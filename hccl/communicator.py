@@ -167,7 +167,10 @@ class Communicator(Endpoint):
     def scatter(
         self, x: DeviceArray | None, root: int, out: DeviceArray | None = None, stream: Stream | None = None
     ) -> DeviceArray:
-        """Give rank r part r of `x` of `root`: (size·n, …) gives (n, …). `x` counts on `root` only."""
+        """Give rank r part r of `x` of `root`: (size·n, …) gives (n, …).
+
+        `x` counts on `root` only; the other ranks cannot know the shape of a part and have to give `out`.
+        """
         if self.rank == self._arguments.root("scatter", root):
             if x is None:
                 raise ArgumentError(f"{self.me}: scatter needs x on its root")
@@ -191,6 +194,10 @@ class Communicator(Endpoint):
             self._check_open("barrier")
             self._barrier = self.device.zeros((_BARRIER_COUNT,), "float32")
         self._call(OpCode.BARRIER, self._barrier, self._barrier, "sum", 0, stream)
+
+    def gather(self, *args: Any, **kwargs: Any) -> DeviceArray:
+        """Not in HCCL; raises `UnsupportedError`."""
+        raise UnsupportedError("HCCL has no gather; use all_gather, or batch_send_recv to one rank")
 
     def all_gather_v(self, *args: Any, **kwargs: Any) -> DeviceArray:
         """Not there yet; raises `UnsupportedError`."""
@@ -267,8 +274,10 @@ class Communicator(Endpoint):
         if self.rank not in chosen:
             return None
         if name is None:
-            digest = zlib.crc32(repr(chosen).encode())
-            name = f"{self.name}_sub_{digest:08x}_{number}"
+            chosen_text = "-".join(map(str, chosen))
+            if len(chosen_text) > 40:
+                chosen_text = f"{zlib.crc32(chosen_text.encode()):08x}"
+            name = f"{self.name}_sub_{chosen_text}_{number}"
         return Communicator(
             self._fabric,
             [self._members[r] for r in chosen],
@@ -287,7 +296,8 @@ class Communicator(Endpoint):
         if color is not None and not isinstance(color, int | np.integer):
             raise ArgumentError(f"{self.me}: split: color is an int or None, got {color!r}")
         mine = self.device.array(np.array([[-1 if color is None or color < 0 else color, key]], np.int64))
-        table = self.all_gather(mine).numpy()
+        gathered = self._arguments.gathered("split", mine)
+        table = self._call(OpCode.SPLIT, mine, gathered, None, 0, None).numpy()
         self._splits += 1
         if table[self.rank, 0] < 0:
             return None

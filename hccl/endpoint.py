@@ -96,6 +96,11 @@ class Endpoint:
         """How messages call this rank."""
         return f"rank {self.rank}"
 
+    def who(self, peer: int) -> str:
+        """How messages call a rank: with its rank in the world where the two differ."""
+        member = self._members[peer]
+        return f"rank {peer}" if member == peer else f"rank {peer} (rank {member} of the world)"
+
     @property
     def domains(self) -> list[int]:
         """For each rank, a number that those who share memory have in common."""

@@ -33,6 +33,8 @@ def pack_call(code: OpCode, dtype: DType, op: ReduceOp | None, algorithm: int, r
 def describe_call(word: int, count: int) -> str:
     """Turn a header's call word and count back into what the user wrote."""
     code = OpCode(word & 0xFF)
+    if code in (OpCode.BARRIER, OpCode.SPLIT):  # what they are made of is nobody's business
+        return f"{code.label}()"
     parts = [f"{count} {from_hccl(word >> 8 & 0xFF).name}"]
     op = word >> 16 & 0xF
     if op != _NO_REDUCTION:
@@ -107,7 +109,7 @@ class Plan:
         """Name this call in messages: "all_reduce #7 (1024 float32, op sum, algorithm mesh)"."""
         text = describe_call(self.call, self.count)
         name, _, rest = text.partition("(")
-        return f"{name} #{seq} ({rest}"
+        return f"{name} #{seq}" + (f" ({rest}" if rest != ")" else "")
 
     def binder(self, addresses: Addresses, view: Viewer) -> Binder:
         """Return what turns actions into operations, for these addresses."""

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 _SPLIT = {  # operation: which of (x, out) is the whole buffer; None: as many bytes as the other times the ranks
     OpCode.ALL_GATHER: 1,
+    OpCode.SPLIT: 1,
     OpCode.REDUCE_SCATTER: 0,
     OpCode.ALL_TO_ALL: 0,
 }
+
+
+_MADE_OF = {OpCode.BARRIER: OpCode.ALL_REDUCE, OpCode.SPLIT: OpCode.ALL_GATHER}
 
 
 class Planner:
@@ -36,7 +40,7 @@ class Planner:
         """Work out everything that does not depend on when the call happens."""
         comm = self.comm
         whole = self._whole_bytes(code, x, out)
-        name = "all_reduce" if code is OpCode.BARRIER else code.label
+        name = _MADE_OF.get(code, code).label
         algo, options = choose(name, whole, comm.config)
         if code in (OpCode.BROADCAST, OpCode.REDUCE, OpCode.SCATTER):
             options = {**options, "root": root}

@@ -84,8 +84,13 @@ def run(
     >>> hccl.run(lambda comm: comm.rank * 10, ranks=3)
     [0, 10, 20]
     """
-    if ranks < 1:
-        raise ArgumentError(f"run needs at least 1 rank, got {ranks}")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ArgumentError(f"run needs a number of ranks, at least 1, got {ranks!r}")
+    if not callable(function):
+        raise ArgumentError(f"run needs a function of a communicator, got {function!r}")
+    unknown = set(device_options) - {"spec", "check", "progress", "order"}
+    if unknown:
+        raise ArgumentError(f"run has no option {', '.join(sorted(unknown))} (ranks as threads share one host)")
     devices = [Device(rank, ordinal=rank, **device_options) for rank in range(ranks)]
     comms, presences = _world(devices, name, topology, config, owns_devices=True)
     results: list[Any] = [None] * ranks
@@ -105,13 +110,20 @@ def run(
         thread.start()
     late = _join(threads, timeout_s)
     if late:
+        doing = [f"rank {rank} {_doing(comms[rank])}" for rank in late]
         for rank in late:
             comms[rank].abort(f"was stopped after {timeout_s:g} s")
         _join(threads, 2.0)
-        raise TimeoutError(f"hccl.run: ranks {', '.join(map(str, late))} were not done after {timeout_s:g} s")
+        raise TimeoutError(f"hccl.run: not done after {timeout_s:g} s: {'; '.join(doing)}")
     if errors:
         raise _first_cause(errors)
     return results
+
+
+def _doing(comm: Communicator) -> str:
+    """What a rank waits for, as far as its streams know."""
+    waits = [wait.describe() for stream in comm.device.streams if (wait := stream._blocked) is not None]
+    return f"waits for {' and '.join(waits)}" if waits else "is in its own code"
 
 
 def _join(threads: Sequence[threading.Thread], timeout_s: float | None) -> list[int]:

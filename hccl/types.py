@@ -65,6 +65,7 @@ class OpCode(IntEnum):
     ALL_GATHER_V = 16
     REDUCE_SCATTER_V = 17
     BARRIER = 103
+    SPLIT = 110  # ours: the exchange of colors and keys; HCCL makes sub-communicators without one
 
     @property
     def label(self) -> str:

@@ -62,7 +62,14 @@ class PeerWait(Wait):
         raise NotImplementedError
 
     def describe(self) -> str:
-        return f"{_ranks(self.missing())} in {self.call}"
+        return f"{self._awaited()} in {self.call}"
+
+    def limit(self) -> tuple[float, str]:
+        """How many seconds the wait may take, and which setting says so."""
+        return self.comm.config.exec_timeout_s, "exec_timeout_s, HCCL_EXEC_TIMEOUT"
+
+    def _awaited(self) -> str:
+        return ", ".join(map(self.comm.who, self.missing())) or "nobody any more"
 
     def finish(self) -> None:
         """Take back what the record says about being blocked. Called by the task when it goes on."""
@@ -102,10 +109,9 @@ class PeerWait(Wait):
         if self.blocked and now >= self.next_circle:
             self.next_circle = now + _CIRCLE_S / 2
             self._look_for_circle()
-        if now - self.started > comm.config.exec_timeout_s:
-            raise TimeoutError(
-                f"{comm.me}: {self.call} waited {comm.config.exec_timeout_s:g} s (exec_timeout_s) for {_ranks(missing)}"
-            )
+        limit_s, name = self.limit()
+        if now - self.started > limit_s:
+            raise TimeoutError(f"{comm.me}: waited {limit_s:g} s ({name}) for {self.describe()}")
 
     def _hear_last_words(self, peer: int, missing: bool) -> None:
         record = self.comm.known_record(peer)
@@ -132,18 +138,14 @@ class PeerWait(Wait):
         circle = find_circle(self.comm)
         if circle and circle == self.seen_circle:
             calls = "; ".join(f"rank {r} waits for rank {s} in {self.comm.call_of(r, s)}" for r, s in _edges(circle))
-            raise DisagreementError(f"{self.comm.me}: deadlock, no rank of this circle can go on: {calls}")
+            messages = all(self.comm.words(r)[rec.BLOCKED] == rec.IN_P2P for r in circle)
+            remedy = "; a send is over when it is received: use batch_send_recv or group()" if messages else ""
+            raise DisagreementError(f"{self.comm.me}: deadlock, no rank of this circle can go on: {calls}{remedy}")
         self.seen_circle = circle
 
 
 def _edges(circle: list[int]) -> list[tuple[int, int]]:
     return [(rank, circle[(i + 1) % len(circle)]) for i, rank in enumerate(circle)]
-
-
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks)) if ranks else "nobody any more"
 
 
 def awaited(comm: Endpoint, rank: int) -> list[int]:
@@ -254,6 +256,14 @@ class RecordWait(PeerWait):
 
     def missing(self) -> list[int]:
         return [p for p in self.peers if self.comm.known_record(p) is None]
+
+    def describe(self) -> str:
+        return (
+            f"{self._awaited()} to open {self.comm.name!r} (do all members give sub or split the same?) for {self.call}"
+        )
+
+    def limit(self) -> tuple[float, str]:
+        return self.comm.config.connect_timeout_s, "connect_timeout_s, HCCL_CONNECT_TIMEOUT"
 
 
 class LineWait(PeerWait):

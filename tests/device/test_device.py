@@ -322,3 +322,19 @@ def test_a_closed_device_refuses_everything_in_a_sentence():
         with pytest.raises(ClosedError, match="device 0: closed: "):
             use()
     assert "closed" in repr(npu)
+
+
+def test_a_task_keeps_its_operands_until_it_has_ended():
+    """A kernel in steps is still running when the last name of its operand goes: the memory must not be used again."""
+
+    def in_steps(x, out):
+        for row in range(len(x)):
+            out[row] = x[row]
+            yield
+
+    kernel = Kernel("copy rows", in_steps, lambda x, out: Cost(0, 2 * x.nbytes))
+    with Device(check="strict") as npu:
+        x, out = npu.array(np.arange(12.0).reshape(4, 3)), npu.empty((4, 3), "float64")
+        npu.launch(kernel, x, out=out)
+        del x
+        assert out.numpy().tolist() == np.arange(12.0).reshape(4, 3).tolist()

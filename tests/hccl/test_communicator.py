@@ -769,7 +769,7 @@ def test_the_world_may_be_closed_before_its_subs():
 
 def test_run_returns_in_rank_order_and_refuses_no_ranks():
     assert hccl.run(lambda comm: (comm.rank, comm.size, comm.name), 3) == [(r, 3, "hccl_world_group") for r in range(3)]
-    with pytest.raises(hccl.ArgumentError, match="run needs at least 1 rank, got 0"):
+    with pytest.raises(hccl.ArgumentError, match="run needs a number of ranks, at least 1, got 0"):
         hccl.run(print, 0)
 
 
