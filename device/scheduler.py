@@ -76,8 +76,8 @@ class Scheduler:
     def run_until(self, stream: Stream, ticket: int, timeout_s: float | None) -> None:
         """Drive until `stream` has finished `ticket` tasks. Raises `TimeoutError` after `timeout_s` seconds."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if not self._lock.acquire(False):
-            self._acquire(stream, ticket, deadline)
+        if not self._lock.acquire(False) and not self._acquire(stream, ticket, deadline):
+            return
         self._driver = threading.get_ident()
         try:
             self._context.run(self._drive, stream, ticket, timeout_s, deadline)
@@ -96,6 +96,22 @@ class Scheduler:
                 self._driver = 0
                 self._lock.release()
 
+    def look(self) -> None:
+        """Make progress for somebody who polls, when no thread does; hopeless waits raise inside their tasks."""
+        if self.threaded or not self._lock.acquire(False):
+            return
+        self._driver = threading.get_ident()
+        try:
+            while self._context.run(self._pass):
+                pass
+            for stream in self._streams:
+                wait = stream._blocked
+                if wait is not None and not wait.ready():
+                    self._context.run(self._check, stream, wait)
+        finally:
+            self._driver = 0
+            self._lock.release()
+
     def _drive(self, stream: Stream, ticket: int, timeout_s: float | None, deadline: float | None) -> None:
         streams = self._streams
         single = len(streams) == 1
@@ -110,16 +126,20 @@ class Scheduler:
                 if deadline is not None and time.monotonic() > deadline and stream._done < ticket:
                     self._raise_timeout(stream, timeout_s)
 
-    def _acquire(self, stream: Stream, ticket: int, deadline: float | None) -> None:
+    def _acquire(self, stream: Stream, ticket: int, deadline: float | None) -> bool:
+        """Get the right to drive; False when somebody else has driven `stream` far enough meanwhile."""
         if self._driver == threading.get_ident():
             raise RuntimeError(f"{self.name}: a task tried to synchronize {stream.name}; a task must yield instead")
         self._wanted += 1
         try:
-            while not self._lock.acquire(timeout=0.05):
+            while not self._lock.acquire(timeout=0.002):
+                if stream._done >= ticket:
+                    return False
                 if deadline is not None and time.monotonic() > deadline:
                     self._raise_timeout(stream, None)
         finally:
             self._wanted -= 1
+        return True
 
     def _pass(self) -> bool:
         """Give each stream one turn; tell whether any moved."""

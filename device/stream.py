@@ -69,7 +69,7 @@ class Stream:
         self.error: BaseException | None = None
         self._scheduler = scheduler
         self._queue: deque[tuple[TaskOwner | None, TaskFunction, tuple[Any, ...], int | None]] = deque()
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()  # a signal handler may enqueue in the middle of an enqueue
         self._submitted = 0
         self._done = 0
         self._operands: tuple[Any, ...] | None = None  # of the task that runs
@@ -125,6 +125,8 @@ class Stream:
 
     def query(self) -> bool:
         """Tell whether everything enqueued so far is done, without waiting."""
+        if self._done != self._submitted:
+            self._scheduler.look()
         if self.error is not None:
             raise self.error
         return self._done == self._submitted
@@ -138,44 +140,59 @@ class Stream:
 
     def wait(self, event: Event) -> None:
         """Let later tasks of this stream start only when `event` has happened (never blocks the caller)."""
-        if event._generation:  # an event that nobody recorded yet holds nobody back, as in CUDA and ACL
-            self.enqueue(_hold, event, event._generation)
+        if event._mark is not None:  # an event that nobody recorded yet holds nobody back, as in CUDA and ACL
+            self.enqueue(_hold, event._mark)
+
+
+class _Mark:
+    """One record of an event: it may be recorded again, elsewhere, before this one is reached."""
+
+    __slots__ = ("done", "stream", "ticket", "time_s")
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.ticket = stream._submitted + 1
+        self.done = False
+        self.time_s = 0.0
 
 
 class Event:
     """A point in a stream. `time_s` is its virtual time once `done`."""
 
-    __slots__ = ("_completed", "_generation", "_stream", "_ticket", "device", "time_s")
+    __slots__ = ("_mark", "device")
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.time_s = 0.0
-        self._generation = 0  # counts records: an event may be recorded again and again
-        self._completed = 0
-        self._stream: Stream | None = None
-        self._ticket = 0
+        self._mark: _Mark | None = None  # the latest record
 
     @property
     def done(self) -> bool:
         """Whether the latest record has been reached."""
-        return self._completed == self._generation
+        mark = self._mark
+        if mark is not None and not mark.done:
+            mark.stream._scheduler.look()
+        return mark is None or mark.done
 
-    def _arm(self, stream: Stream) -> Event:
-        self._generation += 1
-        self._stream = stream
-        self._ticket = stream._submitted + 1
-        return self
+    @property
+    def time_s(self) -> float:
+        """Virtual time of the latest record, 0 until it is reached."""
+        return 0.0 if self._mark is None else self._mark.time_s
+
+    def _arm(self, stream: Stream) -> _Mark:
+        self._mark = mark = _Mark(stream)
+        return mark
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the event has happened. Raises the recording stream's error, or `device.TimeoutError`."""
-        stream = self._stream
-        if stream is None:
+        mark = self._mark
+        if mark is None:
             return
-        if stream._done < self._ticket:
-            stream._scheduler.run_until(stream, self._ticket, timeout_s)
-        if not self.done and stream.error is None:  # another thread enqueued while the event was recorded
+        stream = mark.stream
+        if stream._done < mark.ticket:
+            stream._scheduler.run_until(stream, mark.ticket, timeout_s)
+        if not mark.done and stream.error is None:  # another thread enqueued while the event was recorded
             stream._scheduler.run_until(stream, stream._submitted, timeout_s)
-        if stream.error is not None and not self.done:
+        if stream.error is not None and not mark.done:
             raise stream.error
 
     def elapsed_s(self, since: Event) -> float:
@@ -184,34 +201,32 @@ class Event:
 
 
 class _EventWait(Wait):
-    __slots__ = ("event", "generation")
+    __slots__ = ("mark",)
 
-    def __init__(self, event: Event, generation: int) -> None:
-        self.event = event
-        self.generation = generation
+    def __init__(self, mark: _Mark) -> None:
+        self.mark = mark
 
     def ready(self) -> bool:
-        return self.event._completed >= self.generation
+        return self.mark.done
 
     def describe(self) -> str:
-        stream = self.event._stream
-        return f"an event of {stream.name if stream else 'no stream'}"
+        return f"an event of {self.mark.stream.name}"
 
     def check(self) -> None:
-        stream = self.event._stream
-        if stream is not None and stream.error is not None and not self.ready():
-            raise stream.error
+        error = self.mark.stream.error
+        if error is not None and not self.mark.done:
+            raise error
 
 
-def _complete(stream: Stream, event: Event) -> None:
-    event.time_s = stream.now_s
-    event._completed += 1
+def _complete(stream: Stream, mark: _Mark) -> None:
+    mark.time_s = stream.now_s
+    mark.done = True
 
 
-def _hold(stream: Stream, event: Event, generation: int) -> TaskGenerator:
-    if event._completed < generation:
-        yield _EventWait(event, generation)
-    if event.time_s > stream.now_s:
-        stream.device.timeline.add(stream, "wait for event", "wait", stream.now_s, event.time_s)
-        stream.wait_s += event.time_s - stream.now_s
-        stream.now_s = event.time_s
+def _hold(stream: Stream, mark: _Mark) -> TaskGenerator:
+    if not mark.done:
+        yield _EventWait(mark)
+    if mark.time_s > stream.now_s:
+        stream.device.timeline.add(stream, "wait for event", "wait", stream.now_s, mark.time_s)
+        stream.wait_s += mark.time_s - stream.now_s
+        stream.now_s = mark.time_s

@@ -96,6 +96,8 @@ class Arguments:
 
     def members(self, ranks: Sequence[int]) -> list[int]:
         """Check the ranks of a sub-communicator."""
+        if not hasattr(ranks, "__iter__"):
+            raise ArgumentError(self._say("sub", f"ranks is a list of ranks, got {ranks!r}"))
         chosen = [self._rank("sub", "a member", r) for r in ranks]
         if not chosen:
             raise ArgumentError(self._say("sub", "a communicator needs at least one rank"))

@@ -11,11 +11,13 @@ import hashlib
 import itertools
 import json
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
 from device import Device, Timeline
 from hccl import launched
+from hccl import record as rec
 from hccl.communicator import Communicator
 from hccl.config import Config
 from hccl.errors import ArgumentError, BrokenError, HcclError
@@ -63,10 +65,11 @@ def from_root_info(
     Raises: `ArgumentError`, `DisagreementError` (different n_ranks or config), `TimeoutError` naming the ranks that did
     not come, `BrokenError` when the root cannot be reached or a member went away.
     """
-    if not isinstance(n_ranks, int) or n_ranks < 1:
+    if not _is_integer(n_ranks) or n_ranks < 1:
         raise ArgumentError(f"n_ranks is a number of ranks, got {n_ranks!r}")
-    if not isinstance(rank, int) or not 0 <= rank < n_ranks:
+    if not _is_integer(rank) or not 0 <= rank < n_ranks:
         raise ArgumentError(f"rank is from 0 to {n_ranks - 1}, got {rank!r}")
+    n_ranks, rank = int(n_ranks), int(rank)
     RootInfo.unpack(info)
     config = Config.from_environment() if config is None else config
     npu = Device(rank, **(device_options or {})) if device is None else device
@@ -97,6 +100,10 @@ def from_root_info(
         if device is None:
             npu.abort()
         raise
+
+
+def _is_integer(x: Any) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)
 
 
 def init(
@@ -144,11 +151,19 @@ def init(
         device_options=options,
         root_is_late=start.launcher is None and not start.mpi,
     )
+    atexit.register(_say_goodbye, weakref.ref(comm))
     if start.launcher is not None:
         comm._fabric.reporter = start.launcher.report
         if timeline.enabled:
             _send_trace_at_close(comm, start.launcher)
     return comm
+
+
+def _say_goodbye(reference: weakref.ref[Communicator]) -> None:
+    """Tell the peers that this rank ends without having closed: MPI_Finalize, which comes next, waits for them."""
+    comm = reference()
+    if comm is not None and not comm.closed:
+        comm.leave(rec.CLOSED, f"ended after {comm.turn} calls without closing the communicator", in_haste=True)
 
 
 def _server(servers: str | None, rank: int, size: int) -> int:

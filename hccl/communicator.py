@@ -21,6 +21,7 @@ from device.wait import Patience
 from hccl import record as rec
 from hccl import tasks
 from hccl.arguments import Arguments
+from hccl.collectives import collective
 from hccl.config import Config
 from hccl.endpoint import Endpoint
 from hccl.errors import ArgumentError, ClosedError, UnsupportedError
@@ -106,6 +107,9 @@ class Communicator(Endpoint):
 
     def explain(self, op: str, nbytes: int) -> str:
         """Say which algorithm a call of `nbytes` (whole buffer) takes, and why."""
+        collective(op)  # says what there is when there is no such operation
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ArgumentError(f"explain: nbytes is a number of bytes, got {nbytes!r}")
         return explain(op, nbytes, self.config)
 
     def bytes_sent(self) -> dict[int, int]:
@@ -223,6 +227,10 @@ class Communicator(Endpoint):
 
     def batch_send_recv(self, items: Sequence[tuple[str, DeviceArray, int]], stream: Stream | None = None) -> None:
         """Do all of [("send", x, peer), ("recv", y, peer), …] at once; the order of the list does not matter."""
+        if not isinstance(items, Sequence) or isinstance(items, str):
+            raise ArgumentError(
+                f"{self.me}: batch_send_recv takes a list of ('send' or 'recv', array, peer), got {items!r}"
+            )
         self._point_to_point(list(items), stream, "batch_send_recv")
 
     @contextmanager
@@ -293,8 +301,9 @@ class Communicator(Endpoint):
 
         color None (or negative): this rank is in none of them and gets None.
         """
-        if color is not None and not isinstance(color, int | np.integer):
-            raise ArgumentError(f"{self.me}: split: color is an int or None, got {color!r}")
+        for name, value in (("color", 0 if color is None else color), ("key", key)):
+            if not isinstance(value, int | np.integer) or not -(1 << 63) <= value < 1 << 63:
+                raise ArgumentError(f"{self.me}: split: {name} is an int of 64 bits, got {value!r}")
         mine = self.device.array(np.array([[-1 if color is None or color < 0 else color, key]], np.int64))
         gathered = self._arguments.gathered("split", mine)
         table = self._call(OpCode.SPLIT, mine, gathered, None, 0, None).numpy()

@@ -7,6 +7,7 @@ of peers, failing so that all hear of it. Nothing here checks arguments or knows
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -78,13 +79,18 @@ class Endpoint:
             self._key = fabric.open_name(name, self._members)
         except KeyError:
             raise ArgumentError(f"rank {rank}: a communicator named {name!r} exists already on this device") from None
-        self.record: Record = fabric.board.open(self._key, self.size)
+        try:
+            self._scratch = fabric.device.arena.malloc(2 * (config.buffer_bytes + _SMALL_SCRATCH), "scratch")
+            self.record: Record = fabric.board.open(self._key, self.size)
+        except BaseException:
+            fabric.close_name(name)
+            raise
+        self._pid = os.getpid()
         self.own = self.record.q
         self._records: list[Record | None] = [None] * self.size
         self._records[rank] = self.record
         self._message_links = [self.link(p) for p in self.peers if not self.link(p).direct]
         self.poll: Callable[[], None] | None = self._message_links[0].poll if self._message_links else None
-        self._scratch = fabric.device.arena.malloc(2 * (config.buffer_bytes + _SMALL_SCRATCH), "scratch")
         self.record.q[rec.SCRATCH] = self._scratch.address
         self._announced: list[Plan | None] = [None, None]
         self._heads = [_head(self.record, 0), _head(self.record, 1)]
@@ -302,34 +308,41 @@ class Endpoint:
 
     def see_peers_out(self) -> None:
         """Wait until nobody reads this rank's scratch: peers may still be in a call that this rank has left."""
+        end = time.monotonic() + _FAREWELL_S
         for peer in self.peers:
             record = self._records[peer]
-            if record is not None and self.link(peer).direct:
-                _wait_for(
-                    lambda r=record: r.q[rec.COMPLETED] >= self.seq or r.q[rec.STATE] != rec.ALIVE,  # type: ignore[misc]
-                    lambda p=peer: self.link(p).gone() is not None,  # type: ignore[misc]
-                )
+            if record is None or not self.link(peer).direct:
+                continue
+            pause_s = 10e-6
+            while (
+                record.q[rec.COMPLETED] < self.seq and record.q[rec.STATE] == rec.ALIVE and self._stands(peer, record)
+            ):
+                if time.monotonic() > end or self.link(peer).gone() is not None:
+                    break
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2e-3)
 
-    def leave(self, state: int, text: str) -> None:
-        """Say the last words and let go of everything; `state` is CLOSED or FAILED."""
+    def _stands(self, peer: int, record: Record) -> bool:
+        """Tell whether `record` still is this communicator's: its owner may have closed it, and used it again."""
+        now = self.link(peer).find_record(self._key, self.size)
+        return now is not None and now.offset == record.offset
+
+    def leave(self, state: int, text: str, in_haste: bool = False) -> None:
+        """Say the last words and let go of everything; `state` is CLOSED or FAILED.
+
+        in_haste: do not let the device wait for what is queued. A failed communicator never does.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child: record, memory and links are the parent's, who goes on with them
         self._state_text = "closed" if state == rec.CLOSED else "aborted"
         self._say_last_words(state, text)
         self._fabric.board.close(self._key, self.size)
         self._fabric.close_name(self.name)
         if self._scratch.live:
             self.device.arena.free(self._scratch)
-        self._fabric.release(failed=state == rec.FAILED)
+        self._fabric.release(failed=in_haste or state == rec.FAILED)
 
 
 def _head(record: Record, bank: int) -> tuple[memoryview, memoryview[float]]:
     start = rec.CALL + rec.CALL_WORDS * bank
     return record.q[start : start + rec.CALL_WORDS], record.d[start : start + rec.CALL_WORDS]
-
-
-def _wait_for(condition: Callable[[], bool], hopeless: Callable[[], bool]) -> None:
-    """Wait a bounded time for something that needs nobody's cooperation."""
-    limit = time.monotonic() + _FAREWELL_S
-    pause = 10e-6
-    while not condition() and time.monotonic() < limit and not (pause > 1e-3 and hopeless()):
-        time.sleep(pause)
-        pause = min(2 * pause, 2e-3)

@@ -76,6 +76,11 @@ def batch(
     if comm.turn != turn:
         yield TurnWait(comm, turn)
     try:
+        if comm.aborted is not None:
+            raise comm.aborted
+        for array in keep:
+            if not array._alloc.live:
+                raise array._alloc.dead("send or receive: freed while queued")
         yield from _link(comm, items)
         comm.look_at_clock()
         enter_s = stream.now_s
@@ -181,6 +186,8 @@ def _receive(comm: Endpoint, item: Item) -> Generator[Wait | None, None, bool]:
         source = link.view(words[theirs + rec.L_ADDRESS], nbytes)
         if source is not None:
             np.copyto(item.data, source)
+            if words[rec.STATE] == rec.FAILED:  # the sender may have freed or overwritten what was copied
+                LineWait(comm, item.describe, [_awaited(comm, item)], False).check()
         else:
             transfer = link.receive(item.data, words[theirs + rec.L_TAG])
             if not transfer.done():

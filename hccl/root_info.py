@@ -55,7 +55,10 @@ class RootInfo:
         magic, token, port, address, name = _FORMAT.unpack_from(data)
         if magic != _MAGIC:
             raise ArgumentError("these bytes are not root info of this version of the emulator")
-        return cls(token, address.rstrip(b"\0").decode(), port, name.rstrip(b"\0").decode())
+        try:
+            return cls(token, address.rstrip(b"\0").decode("ascii"), port, name.rstrip(b"\0").decode())
+        except UnicodeDecodeError:
+            raise ArgumentError("these bytes are damaged root info: the root's address or name is not text") from None
 
 
 def open_root(timeout_s: float | None = None, port: int = 0, token: bytes | None = None) -> bytes:
@@ -133,7 +136,11 @@ class _Round:
                 if not hello or hello.get("token") != self.token.hex():
                     channel.close()  # a stranger
                     continue
-                member = Member.from_json(hello["member"])
+                try:
+                    member = Member.from_json(hello["member"])
+                except (KeyError, TypeError):
+                    channel.close()  # knows the token, but is not of this version
+                    continue
                 wanted = self._admit(member, channel, wanted)
             if time.monotonic() > deadline:
                 missing = "" if wanted is None else _names([r for r in range(wanted) if r not in self.members])
@@ -235,7 +242,7 @@ class _Channel:
         line, self.buffer = self.buffer.split(b"\n", 1)
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return message if isinstance(message, dict) else {}
 
@@ -268,7 +275,7 @@ class Meeting:
         self._root = f"the root at {where}"
         try:
             connection = self._knock(timeout_s if root_is_late else 0.0)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: an address that cannot be a host name
             raise BrokenError(
                 f"rank {member.rank}: {self._root} does not answer ({error}); has its process ended, or was this root "
                 "info used before? One get_root_info() makes one communicator",

@@ -41,6 +41,10 @@ def collective(stream: Stream, turn: int, comm: Endpoint, plan: Plan, x: Any, ou
     if comm.turn != turn or not comm.linked:
         return _later(stream, comm, plan, turn, (x, out))
     try:
+        if comm.aborted is not None:
+            raise comm.aborted
+        if not out._alloc.live or (x is not None and not x._alloc.live):
+            raise (x if out._alloc.live else out)._alloc.dead(f"{plan.code.label}: freed while queued")
         base = _enter(stream, comm, plan)
         target = base + 1
         for word in comm.peer_words:

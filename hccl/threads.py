@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from device import Device
 from hccl.communicator import Communicator
 from hccl.config import Config
-from hccl.errors import ArgumentError, BrokenError, TimeoutError
+from hccl.errors import ArgumentError, BrokenError, HcclError, TimeoutError
 from hccl.record import Board
 from hccl.topology import Topology
 from hccl.transport.local import LocalLink, Presence
@@ -100,6 +100,9 @@ def run(
         try:
             with comms[rank] as comm:
                 results[rank] = function(comm)
+        except SystemExit as error:  # of this rank; the program has not asked to end
+            if error.code:
+                errors.append((rank, HcclError(f"rank {rank} called sys.exit({error.code!r})")))
         except BaseException as error:
             errors.append((rank, error))
         finally:
@@ -108,7 +111,13 @@ def run(
     threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
     for thread in threads:
         thread.start()
-    late = _join(threads, timeout_s)
+    try:
+        late = _join(threads, timeout_s)
+    except BaseException as error:  # Ctrl-C: the ranks must not go on behind the caller's back
+        for comm in comms:
+            comm.abort(f"was stopped by {type(error).__name__}")
+        _join(threads, 2.0)
+        raise
     if late:
         doing = [f"rank {rank} {_doing(comms[rank])}" for rank in late]
         for rank in late:

@@ -160,13 +160,15 @@ def awaited(comm: Endpoint, rank: int) -> list[int]:
         return [p for p, r in others if r.q[rec.PROGRESS] < target]
     if kind == rec.IN_P2P:
         missing = []
+        lines = 0  # that are not served; a rank that waited for more of them can go on, it only did not run yet
         for p, r in others:
             mine, theirs = rec.PEERS + rec.PEER_WORDS * p, rec.PEERS + rec.PEER_WORDS * rank
             receives = record.q[mine + rec.INCOMING + rec.L_POSTED] > r.q[theirs + rec.L_POSTED]
             sends = record.q[mine + rec.L_POSTED] > r.q[theirs + rec.INCOMING + rec.L_DONE]
+            lines += receives + sends
             if receives or (sends and r.q[theirs + rec.INCOMING + rec.L_POSTED] < record.q[mine + rec.L_POSTED]):
                 missing.append(p)
-        return missing
+        return missing if lines >= record.q[rec.BLOCKED_TARGET] else []
     return []
 
 
@@ -274,7 +276,7 @@ class LineWait(PeerWait):
     def __init__(
         self, comm: Endpoint, describe: Callable[[], str], items: list[tuple[int, int, int, int]], any_of: bool
     ) -> None:
-        super().__init__(comm, describe, rec.IN_P2P)
+        super().__init__(comm, describe, rec.IN_P2P, len(items) if any_of else 1)
         self.items = items
         self.any_of = any_of
 
@@ -333,6 +335,10 @@ class TurnWait(Wait):
 
     def describe(self) -> str:
         return f"earlier calls on {self.comm.name!r}"
+
+    def check(self) -> None:
+        if self.comm.aborted is not None:  # an earlier call failed on another stream: this one's turn never comes
+            raise self.comm.aborted
 
     def sleep(self, timeout_s: float) -> None:
         time.sleep(min(timeout_s, 50e-6))

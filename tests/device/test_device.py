@@ -338,3 +338,24 @@ def test_a_task_keeps_its_operands_until_it_has_ended():
         npu.launch(kernel, x, out=out)
         del x
         assert out.numpy().tolist() == np.arange(12.0).reshape(4, 3).tolist()
+
+
+def test_an_event_recorded_again_does_not_release_who_waits_for_its_first_record():
+    with Device(order="lazy") as npu:
+        busy, idle, waiting = npu.stream(), npu.stream(), npu.stream()
+        seen = []
+        event = npu.event()
+
+        def slowly(stream):
+            for _ in range(3):
+                yield None
+            seen.append("first record")
+
+        busy.enqueue(slowly)
+        busy.record(event)
+        waiting.wait(event)
+        waiting.enqueue(lambda stream: seen.append("waiter"))
+        idle.record(event)
+        idle.synchronize()
+        waiting.synchronize()
+        assert seen == ["first record", "waiter"]

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import socket
+import sys
 import threading
 import time
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import hccl
+from device import DeviceError
 from device.kernels import Cost, Kernel, scale
 from hccl import waiting
 from hccl.bootstrap import from_root_info, get_root_info
@@ -554,3 +556,72 @@ def test_variables_that_hccl_would_refuse_are_refused(monkeypatch, variable, tex
     monkeypatch.setenv(variable, text)
     with pytest.raises(hccl.ArgumentError, match=f"{variable}='{text}': expected an integer from "):
         hccl.run(print, 1)
+
+
+# ------------------------------------------------------------------------------------------------- found by breaking it
+def test_a_buffer_freed_under_a_queued_call_is_an_error_and_not_a_wrong_result():
+    def work(comm):
+        x = ones(comm)
+        if comm.rank == 0:
+            gate = comm.device.stream()
+            comm.device.default_stream.wait(gate.record())
+        comm.all_reduce(x)
+        if comm.rank == 0:
+            x.free()
+        comm.device.synchronize()
+
+    first, second = errors_of(work, 2, order="lazy")
+    assert isinstance(first, DeviceError)
+    assert "all_reduce: freed while queued" in str(first)
+    assert isinstance(second, hccl.BrokenError)
+
+
+def test_a_call_after_a_failed_one_on_another_stream_fails_too():
+    def work(comm):
+        one, other = comm.device.stream(), comm.device.stream()
+        comm.all_reduce(ones(comm, 4 + comm.rank), stream=one)
+        comm.all_reduce(ones(comm), stream=other)
+        for stream in (other, one):
+            with pytest.raises(hccl.DisagreementError, match=r"4 float32.*5 float32|5 float32.*4 float32"):
+                stream.synchronize()
+        raise KeyError("both streams have failed")
+
+    assert all(isinstance(error, KeyError) for error in errors_of(work, 2))
+
+
+def test_a_batch_whose_rank_is_busy_elsewhere_is_not_taken_for_a_deadlock():
+    """Rank 0's sends are served while its scheduler is in a kernel of another stream: it can go on, it only has not."""
+    kernel = Kernel("busy", lambda x: time.sleep(1.5), lambda x: Cost(0, 0))
+
+    def work(comm):
+        x, y, z = ones(comm), ones(comm), ones(comm)
+        if comm.rank == 0:
+            comm.batch_send_recv([("send", x, 1), ("send", y, 1), ("recv", z, 1)])
+            comm.device.launch(kernel, z, stream=comm.device.stream())
+        else:
+            for a in (x, y):
+                comm.recv(a, 0)
+            comm.device.synchronize()
+            comm.send(z, 0)
+        comm.device.synchronize()
+        return z.numpy().tolist()
+
+    assert hccl.run(work, 2, timeout_s=LIMIT_S) == [[1.0] * 4] * 2
+
+
+def test_sys_exit_in_a_rank_does_not_end_the_program():
+    assert hccl.run(lambda comm: sys.exit(0) if comm.rank else "here", 2) == ["here", None]
+    with pytest.raises(hccl.HcclError, match=r"rank 1 called sys\.exit\(3\)"):
+        hccl.run(lambda comm: sys.exit(3) if comm.rank else None, 2)
+
+
+@pytest.mark.parametrize("order", ["eager", "lazy"])
+def test_polling_a_stream_gets_it_done_even_when_no_thread_does(order):
+    def work(comm):
+        x = ones(comm)
+        comm.all_reduce(x)
+        while not comm.device.default_stream.query():
+            time.sleep(0)
+        return x.numpy()[0]
+
+    assert hccl.run(work, 2, order=order, progress="inline", timeout_s=LIMIT_S) == [2.0, 2.0]
