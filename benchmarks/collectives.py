@@ -123,8 +123,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, **root, "PYTHONPATH": path, **more}
 
 
-def find_mpirun() -> tuple[str, list[str], dict[str, str]]:
-    """Return (mpirun, flags that oversubscription needs, settings that the measured ranks get beside)."""
+def find_mpirun(folder: Path) -> tuple[str, list[str], dict[str, str]]:
+    """Return (mpirun, flags that oversubscription needs, settings that the measured ranks get beside).
+
+    folder: in memory, and removed afterwards; for MPI's shared segments.
+    """
     try:
         mpirun = launch.find_mpirun()
     except launch.Refusal as refusal:
@@ -136,6 +139,7 @@ def find_mpirun() -> tuple[str, list[str], dict[str, str]]:
         return mpirun, [], {}
     shared = "sm" if flavour == "openmpi5" else "vader"
     settings = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": f"self,{shared}", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+    settings[f"OMPI_MCA_btl_{shared}_backing_directory"] = str(folder)  # it now and then leaves a segment behind
     return mpirun, ["--oversubscribe"], settings | {"PRTE_MCA_hwloc_default_binding_policy": "none"}
 
 
@@ -184,7 +188,7 @@ class Runner:
         self.file = folder / "rows"
         self.script = folder / "init.py"
         self.script.write_text("import hccl\n\nhccl.init()\n", encoding="utf-8")
-        self.mpirun, self.flags, self.settings = find_mpirun()
+        self.mpirun, self.flags, self.settings = find_mpirun(folder)
         self.versions: dict[str, str] = {}
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -298,7 +302,8 @@ def main() -> int:
     machine = describe_machine()
     start = time.perf_counter()
     status = 0
-    with tempfile.TemporaryDirectory(prefix="hccl-benchmark-") as folder:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="hccl-benchmark-", dir=memory) as folder:
         try:
             runner = Runner(options, Path(folder))
         except Failure as failure:
