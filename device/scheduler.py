@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+from threading import get_ident
 from typing import NoReturn
 
 import numpy as np
@@ -78,7 +79,7 @@ class Scheduler:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         if not self._lock.acquire(False) and not self._acquire(stream, ticket, deadline):
             return
-        self._driver = threading.get_ident()
+        self._driver = get_ident()
         try:
             self._context.run(self._drive, stream, ticket, timeout_s, deadline)
         finally:
@@ -88,7 +89,7 @@ class Scheduler:
     def make_progress(self) -> None:
         """Run whatever can run now, without waiting, unless somebody drives already."""
         if self._lock.acquire(False):
-            self._driver = threading.get_ident()
+            self._driver = get_ident()
             try:
                 while self._context.run(self._pass):
                     pass
@@ -100,7 +101,7 @@ class Scheduler:
         """Make progress for somebody who polls, when no thread does; hopeless waits raise inside their tasks."""
         if self.threaded or not self._lock.acquire(False):
             return
-        self._driver = threading.get_ident()
+        self._driver = get_ident()
         try:
             while self._context.run(self._pass):
                 pass
@@ -128,7 +129,7 @@ class Scheduler:
 
     def _acquire(self, stream: Stream, ticket: int, deadline: float | None) -> bool:
         """Get the right to drive; False when somebody else has driven `stream` far enough meanwhile."""
-        if self._driver == threading.get_ident():
+        if self._driver == get_ident():
             raise RuntimeError(f"{self.name}: a task tried to synchronize {stream.name}; a task must yield instead")
         self._wanted += 1
         try:
@@ -236,7 +237,7 @@ class Scheduler:
                     nap_s *= 2  # it moves without us
                 elif self._wanted == 0 and self._lock.acquire(False):
                     nap_s = _POLL_S
-                    self._driver = threading.get_ident()
+                    self._driver = get_ident()
                     try:
                         self._context.run(self._drive_for_others)
                     finally:

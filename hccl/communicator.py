@@ -73,6 +73,7 @@ class Communicator(Endpoint):
         self._subs: dict[tuple[int, ...], int] = {}
         self._splits = 0
         self._streams: dict[int, Stream] = {}
+        self._latest_stream: Stream | None = None
         self._plans: dict[Any, Plan] = {}
         self._turns = itertools.count()
         self._planner = Planner(self)
@@ -371,37 +372,42 @@ class Communicator(Endpoint):
 
         The part of a small operation's latency that is ours: repeated calls go through without a lookup.
         """
-        sig = None if x is None else getattr(x, "_sig", None)
-        last = getattr(out, "_last_call", None)
-        if (
-            last is not None
-            and last[0] is self
-            and last[1] is code
-            and last[2] is sig
-            and last[3] is op
-            and last[4] == root
-        ):
-            plan: Plan = last[5]
-        else:
+        try:
+            owner, last_code, sig, last_op, last_root, plan = out._last_call
+            repeats = owner is self and last_code is code and last_op is op and last_root == root
+            if not repeats or sig is not (None if x is None else x._sig):
+                plan = None
+        except (AttributeError, TypeError):
+            plan = None  # the first call with this array, or not with an array
+        if plan is None:
             plan = self._find_plan(code, x, out, op, root)
-            out._last_call = (self, code, sig, op, root, plan)
+            out._last_call = (self, code, None if x is None else x._sig, op, root, plan)
         if stream is None:
             stream = self.device.default_stream
         elif stream.__class__ is not Stream or stream.device is not self.device:
             self._arguments.stream(code.label, stream)
-        if self.aborted is not None or self._state_text:
+        if self.aborted is not None:
             self._check_open(code.label)
         target = out._alloc
         if not target.live:
             raise target.dead(f"{code.label}: use after free")
-        target.written_by(stream)
+        users = target.writers
+        if len(users) == 1 and users[0] is stream:
+            target.writers = (stream,)  # a new tuple each time, as `written_by` promises
+        else:
+            target.written_by(stream)
         if x is not out and x is not None:
             source = x._alloc
             if not source.live:
                 raise source.dead(f"{code.label}: use after free")
-            source.read_by(stream)
+            users = source.readers
+            if len(users) == 1 and users[0] is stream:
+                source.readers = (stream,)
+            else:
+                source.read_by(stream)
         stream.enqueue_call(tasks.collective, (self, plan, x, out), self, self._turns)
-        self._streams[stream.index] = stream
+        if stream is not self._latest_stream:
+            self._latest_stream = self._streams[stream.index] = stream
         return out
 
     def _find_plan(self, code: OpCode, x: DeviceArray | None, out: DeviceArray, op: Op | None, root: int) -> Plan:

@@ -18,10 +18,10 @@ from device import Device, Stream
 from device.wait import Futex, Patience
 from hccl import record as rec
 from hccl.config import Config
-from hccl.errors import ArgumentError, BrokenError, DisagreementError, HcclError
+from hccl.errors import ArgumentError, BrokenError, ClosedError, DisagreementError, HcclError
 from hccl.fabric import Fabric
 from hccl.plan import Plan, Tally, describe_call
-from hccl.record import Record
+from hccl.record import C_ENTER, Record
 from hccl.topology import Topology
 from hccl.transport import Link
 
@@ -171,7 +171,7 @@ class Endpoint:
     def announce(self, plan: Plan, bank: int, enter_s: float, progress: int) -> None:
         """Write the header of a call and say that this rank has entered it."""
         head, times = self._heads[bank]
-        times[rec.C_ENTER] = enter_s
+        times[C_ENTER] = enter_s
         if self._announced[bank] is not plan:
             self._announced[bank] = plan
             head[rec.C_CALL : rec.C_ENTER] = plan.header
@@ -335,6 +335,8 @@ class Endpoint:
         if os.getpid() != self._pid:
             return  # a forked child: record, memory and links are the parent's, who goes on with them
         self._state_text = "closed" if state == rec.CLOSED else "aborted"
+        if self.aborted is None:
+            self.aborted = ClosedError(f"{self.me}: {self.name!r} is {self._state_text} here")
         self._say_last_words(state, text)
         self._fabric.board.close(self._key, self.size)
         self._fabric.close_name(self.name)

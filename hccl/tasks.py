@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hccl.errors import DisagreementError
 from hccl.execute import Addresses, Binder
 from hccl.plan import Plan, describe_call
 from hccl.program import RECEIVE, SEND, Action, Epoch
+from hccl.record import COMPLETED
 from hccl.reduce import Operation, reduce_operations
 from hccl.types import ReduceOp
 from hccl.waiting import ProgressWait, RecordWait, TransferWait, TurnWait
@@ -41,19 +42,25 @@ def collective(stream: Stream, turn: int, comm: Endpoint, plan: Plan, x: Any, ou
     if comm.turn != turn or not comm.linked:
         return _later(stream, comm, plan, turn, (x, out))
     try:
-        if comm.aborted is not None:
-            raise comm.aborted
-        if not out._alloc.live or (x is not None and not x._alloc.live):
-            raise (x if out._alloc.live else out)._alloc.dead(f"{plan.code.label}: freed while queued")
-        base = _enter(stream, comm, plan)
+        if comm.aborted is not None or not out._alloc.live or (x is not None and not x._alloc.live):
+            _refuse(comm, plan, x, out)
+        if comm.tracing:
+            comm.look_at_clock()
+        comm.seq = seq = comm.seq + 1
+        bank = seq & 1
+        if plan.first:  # the local part goes before the announcement
+            for function, arguments in plan.prologues[bank] or _bind_prologue(comm, plan, bank):
+                function(*arguments)
+        base = comm.progress
         target = base + 1
+        comm.announce(plan, bank, stream.now_s, target)
         for word in comm.peer_words:
             if word[0] < target and not poll(word, target, comm.patience):
                 return _guarded(comm, turn, _wait_and_go_on(stream, comm, plan, base, (x, out)))
         if not plan.straight:
             return _guarded(comm, turn, _epochs(stream, comm, plan, base, (x, out)))
         times = _agree(stream, comm, plan)
-        for epoch in plan.operations[comm.seq & 1] or _bind(comm, plan):
+        for epoch in plan.operations[bank] or _bind(comm, plan):
             for function, arguments in epoch:
                 function(*arguments)
         if plan.last_post:
@@ -98,18 +105,11 @@ def _wait_and_go_on(stream: Stream, comm: Endpoint, plan: Plan, base: int, keep:
 
 
 # --------------------------------------------------------------------------------------------------------- the parts
-def _enter(stream: Stream, comm: Endpoint, plan: Plan) -> int:
-    """Do the local part if it comes first, announce the call; return the progress before it."""
-    if comm.tracing:
-        comm.look_at_clock()
-    comm.seq = seq = comm.seq + 1
-    bank = seq & 1
-    if plan.first:
-        for function, arguments in plan.prologues[bank] or _bind_prologue(comm, plan, bank):
-            function(*arguments)
-    base = comm.progress
-    comm.announce(plan, bank, stream.now_s, base + 1)
-    return base
+def _refuse(comm: Endpoint, plan: Plan, x: Any, out: Any) -> NoReturn:
+    """Raise what stands against a call that was right when it was queued."""
+    if comm.aborted is not None:
+        raise comm.aborted
+    raise (x if out._alloc.live else out)._alloc.dead(f"{plan.code.label}: freed while queued")
 
 
 def _agree(stream: Stream, comm: Endpoint, plan: Plan) -> tuple[float, float]:
@@ -148,7 +148,7 @@ def _leave(stream: Stream, comm: Endpoint, plan: Plan, base: int, times: tuple[f
     latest_s, exit_s = times
     enter_s = stream.now_s
     comm.progress = base + plan.steps
-    comm.own[rec.COMPLETED] = comm.seq
+    comm.own[COMPLETED] = comm.seq
     stream.now_s = exit_s
     stream.wait_s += latest_s - enter_s
     stream.comm_s += exit_s - latest_s
