@@ -11,13 +11,11 @@ import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any, Literal
 
 from device import Device, Timeline
 from hccl import launched
-from hccl import record as rec
 from hccl.communicator import Communicator
 from hccl.config import Config
 from hccl.errors import ArgumentError, BrokenError, HcclError
@@ -151,19 +149,12 @@ def init(
         device_options=options,
         root_is_late=start.launcher is None and not start.mpi,
     )
-    atexit.register(_say_goodbye, weakref.ref(comm))
+    atexit.register(comm._fabric.say_goodbye)
     if start.launcher is not None:
         comm._fabric.reporter = start.launcher.report
         if timeline.enabled:
             _send_trace_at_close(comm, start.launcher)
     return comm
-
-
-def _say_goodbye(reference: weakref.ref[Communicator]) -> None:
-    """Tell the peers that this rank ends without having closed: MPI_Finalize, which comes next, waits for them."""
-    comm = reference()
-    if comm is not None and not comm.closed:
-        comm.leave(rec.CLOSED, f"ended after {comm.turn} calls without closing the communicator", in_haste=True)
 
 
 def _server(servers: str | None, rank: int, size: int) -> int:
@@ -190,6 +181,7 @@ class _Start:
         environment = os.environ
         launcher = launched.connect()
         if launcher is not None:
+            atexit.register(launcher.close)  # first registered, last called
             mpi = environment.get("HCCL_BACKEND", "mpi") == "mpi"
             return cls(int(environment["HCCL_RANK"]), int(environment["HCCL_SIZE"]), launcher, mpi)
         for rank, size, _ in _MPI_VARIABLES:

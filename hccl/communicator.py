@@ -97,11 +97,6 @@ class Communicator(Endpoint):
         raise UnsupportedError("from_rank_table is not built yet; use get_root_info and from_root_info")
 
     # ---------------------------------------------------------------------------------------------------------- queries
-    @property
-    def closed(self) -> bool:
-        """Whether `close` or `abort` has been called here."""
-        return bool(self._state_text)
-
     def __repr__(self) -> str:
         state = f", {self._state_text}" if self._state_text else ""
         return f"<Communicator {self.name!r} rank {self.rank} of {self.size}{state}>"

@@ -62,7 +62,6 @@ class Endpoint:
         self._messages_sent: dict[int, int] = {}
         self._futexes: dict[tuple[int, int], Futex] = {}
         self._costs: dict[tuple[int, bool], tuple[float, float]] = {}
-        self._tags = 0
         self.tracing = self.device.timeline.enabled
         self.entered_wall_s = 0.0
         self.aborted: HcclError | None = None
@@ -95,12 +94,17 @@ class Endpoint:
         self._announced: list[Plan | None] = [None, None]
         self._heads = [_head(self.record, 0), _head(self.record, 1)]
         self._progress_futex = self.record.futex(rec.PROGRESS)
-        fabric.retain()
+        fabric.retain(self)
 
     @property
     def me(self) -> str:
         """How messages call this rank."""
         return f"rank {self.rank}"
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` or `abort` has been called here."""
+        return bool(self._state_text)
 
     def who(self, peer: int) -> str:
         """How messages call a rank: with its rank in the world where the two differ."""
@@ -180,7 +184,7 @@ class Endpoint:
             where[rec.B_IN], where[rec.B_OUT] = plan.buffers
             where[rec.B_SCRATCH] = plan.scratch or 0
         if self._message_links:
-            self.buffers_of(self.rank, bank)[rec.B_TAG] = self.next_tag()
+            self.buffers_of(self.rank, bank)[rec.B_TAG] = self._fabric.next_tag()
             self._publish(rec.BUFFERS + rec.BUFFERS_WORDS * bank, rec.B_TAG + 1)
             self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
         self.post(progress)
@@ -265,11 +269,6 @@ class Endpoint:
                 head[rec.C_CALL] = head[rec.C_PLAN] = 0
                 self._publish(rec.CALL + rec.CALL_WORDS * bank, rec.CALL_WORDS)
         self._progress_futex.wake()
-
-    def next_tag(self) -> int:
-        """A message tag that this rank does not use for anything else under way (tags 2 … 2²⁰)."""
-        self._tags = (self._tags + 1) % ((1 << 20) - 2)
-        return self._tags + 2
 
     def count_sent(self, peer: int, nbytes: int) -> None:
         """Add to the byte counters."""

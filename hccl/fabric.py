@@ -6,13 +6,19 @@ opens a record on its own board, the others find it there at the first call. The
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from device import Device
-from hccl.record import Board, key_of
+from hccl.record import CLOSED, Board, key_of
 from hccl.transport import Link, Member
+
+if TYPE_CHECKING:
+    from hccl.endpoint import Endpoint
 
 
 def domains(members: Sequence[Member]) -> list[int]:
@@ -43,6 +49,8 @@ class Fabric:
         self._owns_device = owns_device
         self._threads = threads  # peers of this process still read the board: it goes with the last of them
         self._users = 0
+        self._open: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+        self._tags = itertools.count()
         self._names: set[str] = set()  # of open communicators
         self._openings: dict[tuple[str, tuple[int, ...]], int] = {}
         self._lock = threading.Lock()
@@ -68,10 +76,21 @@ class Fabric:
         with self._lock:
             self._names.discard(name)
 
-    def retain(self) -> None:
+    def next_tag(self) -> int:
+        """A message tag (2 … 2²⁰) that nothing else under way from this rank uses, on whatever communicator."""
+        return next(self._tags) % ((1 << 20) - 2) + 2
+
+    def retain(self, user: Endpoint) -> None:
         """One more communicator uses this fabric."""
         with self._lock:
             self._users += 1
+            self._open.add(user)
+
+    def say_goodbye(self) -> None:
+        """Tell the peers that this rank ends without having closed: MPI_Finalize, which comes next, waits for them."""
+        for user in list(self._open):
+            if not user.closed:
+                user.leave(CLOSED, f"ended after {user.turn} calls without closing the communicator", in_haste=True)
 
     def release(self, failed: bool = False) -> None:
         """One communicator less; the last one closes everything, without waiting or complaint if it `failed`."""
@@ -79,6 +98,7 @@ class Fabric:
             self._users -= 1
             if self._users:
                 return
+        atexit.unregister(self.say_goodbye)
         if self.engine is not None:
             self.engine.close()
         for link in self.links:

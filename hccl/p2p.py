@@ -153,7 +153,7 @@ def _start(comm: Endpoint, item: Item, enter_s: float) -> None:
     q[line + rec.L_ADDRESS] = item.address
     link = comm.link(item.peer)
     if item.sends and not link.direct:
-        q[line + rec.L_TAG] = tag = comm.next_tag()
+        q[line + rec.L_TAG] = tag = comm._fabric.next_tag()
         item.transfer = link.send(item.data, tag)
     comm.post_line(item.peer, line + rec.L_POSTED, line + rec.L_SLEEPER, item.number, first=line, count=rec.L_TAG + 1)
 

@@ -54,6 +54,14 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("options", [("-n", 3), ("--servers", "2x1"), ("--servers", "2x2")])
+def test_two_communicators_work_side_by_side(processes, options):
+    """Their messages go between the same processes and must not be taken for each other's."""
+    run = processes.finish(processes.launch(*options, program="side_by_side.py"))
+    assert run.returncode == 0, run.stderr
+    assert "all right" in run.stdout
+
+
 @pytest.mark.parametrize("options", [("-n", 3), ("--servers", "2x2")], ids=["one server", "two servers"])
 def test_ranks_that_disagree_fail_on_every_rank_with_both_calls_printed(processes, options):
     for report in reports(processes.finish(processes.launch(*options, program="mismatches.py"))):
