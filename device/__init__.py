@@ -7,11 +7,9 @@ from device.dtypes import DType, dtype
 from device.errors import (
     ArgumentError,
     ClosedError,
-    DeadlockError,
     DeviceError,
     IllegalAddressError,
     OutOfMemoryError,
-    StreamError,
     TimeoutError,
 )
 from device.kernels.kernel import Cost, Kernel
@@ -26,7 +24,6 @@ __all__ = [
     "ClosedError",
     "Cost",
     "DType",
-    "DeadlockError",
     "Device",
     "DeviceArray",
     "DeviceError",
@@ -38,7 +35,6 @@ __all__ = [
     "OutOfMemoryError",
     "Span",
     "Stream",
-    "StreamError",
     "TimeoutError",
     "Timeline",
     "dtype",

@@ -56,18 +56,6 @@ class ClosedError(DeviceError):
     code = 107002  # ACL_ERROR_RT_CONTEXT_NULL: what the runtime says after the last reset
 
 
-class StreamError(DeviceError):
-    """A stream refuses work (an earlier task's own error is raised as it was, not wrapped in this one)."""
-
-    code = 107023  # ACL_ERROR_RT_STREAM_ABORT
-
-
-class DeadlockError(DeviceError):
-    """Every task that could make progress waits for another one of them."""
-
-    code = 507046  # ACL_ERROR_RT_STREAM_SYNC_TIMEOUT: on hardware a deadlock shows as a timeout
-
-
 class TimeoutError(DeviceError, builtins.TimeoutError):
     """Something did not happen within the time that the caller allowed."""
 
